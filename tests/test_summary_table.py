@@ -44,8 +44,13 @@ def narrow_page():
         (PersonalizedLinearRegression(), Y),
         (PersonalizedLogisticRegression(), LABELS),
         (PersonalizedPoissonRegression(), COUNTS),
-        (ClientSelector(CANDIDATES, cv=2, random_state=0), Y),
-        (PersonalizedStackingRegressor([("line", LinearRegression())], FINAL, cv=2), Y),
+        (ClientSelector(CANDIDATES, cv=3, random_state=0), Y),
+        (
+            PersonalizedStackingRegressor(
+                [("line", LinearRegression())], FINAL, cv=2, fallback=False
+            ),
+            Y,
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )

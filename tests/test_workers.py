@@ -58,8 +58,8 @@ FITS = {
     "one effect": (PersonalizedLogisticRegression(random="intercept"), LABELS),
     "poisson": (PersonalizedPoissonRegression(PRIOR, random="all"), COUNTS),
     "ppsgd": (PPSGDClassifier(n_rounds=12, batch_size=20, random_state=0), LABELS),
-    "stacking": (PersonalizedStackingRegressor(BASES, BASES[1][1], random_state=0, cv=2), TARGET),
-    "selector": (ClientSelector(BASES, random_state=0, cv=2), TARGET),
+    "stacking": (PersonalizedStackingRegressor(BASES, BASES[1][1], random_state=0, cv=3), TARGET),
+    "selector": (ClientSelector(BASES, random_state=0, cv=3), TARGET),
     "linear": (PersonalizedLinearRegression(), TARGET),
 }
 

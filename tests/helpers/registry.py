@@ -82,8 +82,8 @@ COMPOSED = [
         LINES[:1], final_estimator=LINE_OF_CLIENTS, cv=2, fallback=False, random_state=0
     ),
     PersonalizedStackingClassifier(CLASSIFIERS[:1], cv=2, fallback=False, random_state=0),
-    ClientSelector(LINES, cv=2, random_state=0),
-    ClientSelector(CLASSIFIERS, how="best", cv=2, random_state=0),
+    ClientSelector(LINES, cv=3, random_state=0),
+    ClientSelector(CLASSIFIERS, how="best", cv=3, random_state=0),
 ]
 FAST = [*MEANS, *REGRESSIONS, *ROUNDS, *STREAMS, *NEURAL]
 ESTIMATORS = [*FAST, *FIELD, *COMPOSED]

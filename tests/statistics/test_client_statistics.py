@@ -36,10 +36,9 @@ def table(seed=0, m=40, d=3):
 PRIORS = {
     "intercept": {"random": "intercept"},
     "slope": {"random": [1]},
-    "full": {"prior": GaussianPrior(covariance_type="full"), "random": ["intercept", 1]},
     "ml": {"method": "ml", "random": "intercept"},
     "origin": {"fit_intercept": False, "random": [1]},
-    "noise": {"noise_variance": 0.5, "random": ["intercept", 1]},
+    "noise": {"noise_variance": 0.5, "random": [1]},
     "laplace": {"prior": LaplacePrior()},
     "mixture": {"prior": GaussianMixturePrior(2), "random": "intercept"},
     "known": {"prior": GaussianPrior(covariance=0.3), "noise_variance": 0.5},

@@ -541,22 +541,16 @@ def _of_clients(X, y, groups, clients):
     return X[rows], np.append(y[rows][:-1], abs(1 - y[rows][0])), groups[rows]
 
 
-def _one_row(values, value):
-    changed = np.array(values, dtype=float)
-    changed[3] = value
-    return changed
-
-
 # Tables of finite numbers. Targets that are labels or counts have no scale.
 SCALES = (1e-300, 1e-150, 1e-140, 1e-20, 1e100, 1e150)
 TABLES = {
     **{f"y x {c}": lambda X, y, g, c=c: (X, c * y, g) for c in SCALES},
     **{f"X x {c}": lambda X, y, g, c=c: (c * X, y, g) for c in SCALES},
     "y + 1e12": lambda X, y, g: (X, y + 1e12, g),
-    "y of one row 1e160": lambda X, y, g: (X, _one_row(y, 1e160), g),
-    "y of one row 1e308": lambda X, y, g: (X, _one_row(y, 1e308), g),
-    "X of one row 1e160": lambda X, y, g: (_one_row(X, 1e160), y, g),
-    "X of one row 1e308": lambda X, y, g: (_one_row(X, 1e308), y, g),
+    "y of one row 1e160": lambda X, y, g: (X, _with(y, 3, 1e160), g),
+    "y of one row 1e308": lambda X, y, g: (X, _with(y, 3, 1e308), g),
+    "X of one row 1e160": lambda X, y, g: (_with(X, 3, 1e160), y, g),
+    "X of one row 1e308": lambda X, y, g: (_with(X, 3, 1e308), y, g),
     "a column x 1e-160": lambda X, y, g: (X * [1.0, 1e-160], y, g),
     "columns of two scales": lambda X, y, g: (X * [1.0, 1e10], y, g),
     "X + 1e9": lambda X, y, g: (X + 1e9, y, g),

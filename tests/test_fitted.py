@@ -68,6 +68,7 @@ BOUNDS = {"feature_bound": 2.0, "target_bound": 4.0}
 NOISE = {"epsilon": 1.0, "delta": 1e-6, "random_state": 0}
 LINE = PersonalizedLinearRegression(random="intercept", **BOUNDS, **NOISE)
 MEAN = GaussianMean(noise_variance=1.0, clip_norm=3.0, **NOISE)
+OF_ROUNDS = {"random": "intercept", "feature_bound": 2.0, "max_rows_per_client": 4, "n_rounds": 3}
 FOREIGN = r"privacy_ of this {}\b.* not the report of its fitted values"
 rng = np.random.default_rng(0)
 GROUPS = np.repeat(np.arange(20), 4)
@@ -77,10 +78,8 @@ Y = CENTRES + 0.3 * rng.normal(size=80)
 COUNTS = rng.poisson(np.exp(CENTRES))
 PRIVATE = [
     LINE,
-    PersonalizedLogisticRegression(feature_bound=2.0, max_rows_per_client=4, n_rounds=3, **NOISE),
-    PersonalizedPoissonRegression(
-        feature_bound=2.0, max_rows_per_client=4, n_rounds=3, rate_range=(0.1, 10.0), **NOISE
-    ),
+    PersonalizedLogisticRegression(**OF_ROUNDS, **NOISE),
+    PersonalizedPoissonRegression(rate_range=(0.1, 10.0), **OF_ROUNDS, **NOISE),
     MEAN,
     BernoulliMean(**NOISE | {"delta": 0.0}),
     PoissonMean(cap=40, **NOISE | {"delta": 0.0}),

@@ -26,8 +26,7 @@ from pfl_sklearn import (
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn.priors import GaussianPrior
 from tests.helpers.processes import DaskDistributedBackend, Data, Elsewhere, LokyBackend
-
-BACKENDS = [LokyBackend, DaskDistributedBackend, Elsewhere]
+from tests.helpers.slow import slow
 
 
 def test_a_full_disk_is_named_with_the_folder_that_may_be_another(tmp_path):
@@ -97,14 +96,13 @@ def assert_same(one, other):
         np.testing.assert_array_equal(getattr(other, name), values, err_msg=name)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "backend"),
     [
-        pytest.param(
-            name, marks=[pytest.mark.slow] * (name not in ("one effect", "ppsgd", "linear"))
-        )
-        for name in FITS
+        *(("one effect", LokyBackend), ("linear", LokyBackend)),
+        *(("ppsgd", DaskDistributedBackend), ("ppsgd", Elsewhere)),
+        *slow([(name, LokyBackend) for name in ("poisson", "stacking", "selector")]),
+        *slow([(name, DaskDistributedBackend) for name in ("one effect", "stacking")]),
     ],
 )
 def test_rows_travel_once_a_fit(name, backend, folder):

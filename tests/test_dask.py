@@ -114,9 +114,9 @@ def test_a_cluster_does_not_take_one_fit_for_another(cluster):
 )
 def test_a_cluster_gives_the_same_bits(estimator, cluster):
     rng = np.random.default_rng(0)
-    groups = np.sort(rng.integers(0, 1000, 20_000))
-    X = rng.normal(size=(20_000, 4))
-    y = X.sum(axis=1) + rng.normal(size=1000)[groups] + rng.normal(size=20_000) > 0
+    groups = np.sort(rng.integers(0, 3000, 60_000))
+    X = rng.normal(size=(60_000, 4))
+    y = X.sum(axis=1) + rng.normal(size=3000)[groups] + rng.normal(size=60_000) > 0
     alone = estimator.fit(X, y, groups=groups).coef_.copy()
     before = _tasks(cluster)
     with joblib.parallel_config(backend="dask"):

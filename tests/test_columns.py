@@ -162,22 +162,17 @@ def test_no_wrong_call_names_a_base(model):
             getattr(clone(model), method)(*given, GROUPS)
 
 
-@every_model
-def test_two_columns_of_one_name(model):
-    X = pd.DataFrame(np.c_[X0, X0**2], columns=["x", "x"])
-    refused(model, X, "2 columns of X are called 'x'; rename them")
-
-
 @pytest.mark.parametrize(
     "model",
     [
+        *MODELS,
         ClientSelector([("own", PersonalizedLinearRegression())]),
         ClientAsFeature(PersonalizedLinearRegression()),
         PersonalizedStackingRegressor(),
     ],
     ids=lambda model: type(model).__name__,
 )
-def test_two_columns_of_one_name_around_estimators(model):
+def test_two_columns_of_one_name(model):
     X = pd.DataFrame(np.c_[X0, X0**2], columns=["x", "x"])
     refused(model, X, "2 columns of X are called 'x'; rename them")
 
@@ -212,17 +207,6 @@ def test_what_is_wrong_with_y_is_told_of_y():
     assert "column" not in str(caught.value)
     with pytest.raises(ValueError, match="Input y contains NaN"):
         PersonalizedLinearRegression().fit(X, np.where(Y, np.nan, 1.0), groups=GROUPS)
-
-
-@every_model
-def test_a_name_of_a_column_as_groups(model):
-    X = pd.DataFrame({"x": X0, "county": GROUPS})
-    for method in ("fit", "partial_fit"):
-        if hasattr(model, method):
-            with pytest.raises(
-                ValueError, match=r"'county'.*ClientColumn\(\.\.\., column='county'"
-            ):
-                getattr(clone(model), method)(X, Y, groups="county")
 
 
 def test_words_are_no_matter_to_estimators_without_features():

@@ -164,7 +164,7 @@ def test_nets_in_threads_of_a_cluster_give_the_same_bits(threads):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["APFLRegressor", "FedEMClassifier", "ScaffoldClassifier"])
+@pytest.mark.parametrize("name", ["FedEMClassifier", "ScaffoldClassifier"])
 def test_nets_on_a_cluster_give_the_same_bits(name, cluster):
     _check_net(name, cluster)
 

@@ -48,7 +48,7 @@ from pfl_sklearn.linear_model import (
 )
 from pfl_sklearn.model_selection import PrivateSelectCV
 from pfl_sklearn.online import CollaborativeMean
-from pfl_sklearn.priors import DirichletPrior
+from pfl_sklearn.priors import DirichletPrior, GaussianPrior
 from pfl_sklearn.priors._prior import Prior
 from pfl_sklearn.privacy import BudgetExceeded, PrivacyLedger, PrivacyReport
 from pfl_sklearn.privacy._spending import unit_of
@@ -68,6 +68,7 @@ BOUNDS = {"feature_bound": 2.0, "target_bound": 4.0}
 NOISE = {"epsilon": 1.0, "delta": 1e-6, "random_state": 0}
 LINE = PersonalizedLinearRegression(random="intercept", **BOUNDS, **NOISE)
 MEAN = GaussianMean(noise_variance=1.0, clip_norm=3.0, **NOISE)
+OF_ROUNDS = {"random": "intercept", "feature_bound": 2.0, "max_rows_per_client": 4, "n_rounds": 3}
 FOREIGN = r"privacy_ of this {}\b.* not the report of its fitted values"
 rng = np.random.default_rng(0)
 GROUPS = np.repeat(np.arange(20), 4)
@@ -77,10 +78,8 @@ Y = CENTRES + 0.3 * rng.normal(size=80)
 COUNTS = rng.poisson(np.exp(CENTRES))
 PRIVATE = [
     LINE,
-    PersonalizedLogisticRegression(feature_bound=2.0, max_rows_per_client=4, n_rounds=3, **NOISE),
-    PersonalizedPoissonRegression(
-        feature_bound=2.0, max_rows_per_client=4, n_rounds=3, rate_range=(0.1, 10.0), **NOISE
-    ),
+    PersonalizedLogisticRegression(**OF_ROUNDS, **NOISE),
+    PersonalizedPoissonRegression(rate_range=(0.1, 10.0), **OF_ROUNDS, **NOISE),
     MEAN,
     BernoulliMean(**NOISE | {"delta": 0.0}),
     PoissonMean(cap=40, **NOISE | {"delta": 0.0}),
@@ -298,11 +297,16 @@ REGISTRY = {
     "ClientColumn": ClientColumn(PPSGDRegressor(n_rounds=3, **NOISE), 0),
     "ClientSelector": private_selector(),
     "PersonalizedStackingClassifier": PersonalizedStackingClassifier(
-        [("line", LogisticRegression())], cv=2, fallback=False
+        [("line", LogisticRegression())],
+        final_estimator=PersonalizedLogisticRegression(GaussianPrior(covariance=1.0)),
+        cv=2,
+        fallback=False,
     ),
     "PersonalizedStackingRegressor": PersonalizedStackingRegressor(
         [("line", LinearRegression())],
-        final_estimator=PersonalizedLinearRegression(uncertainty="plug_in"),
+        final_estimator=PersonalizedLinearRegression(
+            GaussianPrior(covariance=1.0), noise_variance=1.0, uncertainty="plug_in"
+        ),
         cv=2,
         fallback=False,
     ),

@@ -47,8 +47,7 @@ def test_memory_is_as_stated(estimator, d, per_row, per_client, n_rows):
     assert 0.6 * stated < peak < 1.02 * stated + work_space
 
 
-@pytest.mark.parametrize("shape", ["spherical", "diag"])
-@pytest.mark.parametrize("random", ["all", "intercept"])
+@pytest.mark.parametrize(("random", "shape"), [("all", "diag"), ("intercept", "spherical")])
 @pytest.mark.parametrize(
     ("n_clients", "n_rows", "d"), [(12_000, 3, 8), (12_000, 10, 3), (3000, 40, 8)]
 )
@@ -67,7 +66,7 @@ def test_memory_of_linear_models_is_as_stated(n_clients, n_rows, d, random, shap
     assert 0.7 * stated * n_clients < peak < 1.1 * stated * n_clients + work_space
 
 
-@pytest.mark.parametrize(("n_rows", "d"), [(3, 8), (10, 3), (3, 40), (10, 40)])
+@pytest.mark.parametrize(("n_rows", "d"), [(3, 8), (10, 3), (3, 40)])
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 def test_memory_of_private_linear_models_is_as_stated(n_rows, d):
     """First the messages until they are summed, then estimates and copies of the rows."""
@@ -89,12 +88,7 @@ def test_memory_of_private_linear_models_is_as_stated(n_rows, d):
 
 @pytest.mark.parametrize(
     ("start", "train_unsampled", "n_vectors", "late"),
-    [
-        ("own", False, 1, 0),
-        ("own", True, 3, 512),
-        ("global", False, 2, 0),
-        ("global", True, 4, 512),
-    ],
+    [("own", False, 1, 0), ("global", True, 4, 512)],
 )
 def test_personal_nets_take_few_vectors_a_client(start, train_unsampled, n_vectors, late):
     """Beyond them there is what the clients of a block need, and no copy of the rows."""
@@ -114,8 +108,7 @@ def test_personal_nets_take_few_vectors_a_client(start, train_unsampled, n_vecto
     assert vectors < peak < 1.02 * (vectors + late * vector) + 1.5e6
 
 
-@pytest.mark.parametrize("sorted_rows", [True, False])
-@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize(("in_file", "sorted_rows"), [(True, False), (False, True)])
 def test_images_of_bytes_are_not_copied(in_file, sorted_rows, tmp_path):
     """Far less than the bytes themselves, wherever they are: batches, nets and lists of rows."""
     nn = pytest.importorskip("torch").nn
@@ -134,7 +127,7 @@ def test_images_of_bytes_are_not_copied(in_file, sorted_rows, tmp_path):
     assert peak < 0.25 * X.nbytes
 
 
-@pytest.mark.parametrize(("n_clients", "n_chunks"), [(100, 2), (N_CLIENTS, 8)])
+@pytest.mark.parametrize(("n_clients", "n_chunks"), [(100, 2), (N_CLIENTS, 3)])
 def test_memory_of_statistics_by_chunks_is_as_stated(n_clients, n_chunks):
     """Sums of the clients, and of a chunk its numbers once and lists of rows."""
     rng = np.random.default_rng(0)

@@ -20,6 +20,7 @@ from pfl_sklearn import _parallel
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from tests.helpers.interruption import run_until
+from tests.helpers.slow import slow
 
 
 def squares(clients, rows):
@@ -74,7 +75,7 @@ def test_nothing_to_do():
     assert map_batches(squares, [], None) == []
 
 
-@pytest.mark.parametrize("n_jobs", [1, 2])
+@pytest.mark.parametrize("n_jobs", [1, *slow([2])])
 def test_linear_algebra_runs_on_one_thread_and_gets_its_threads_back(n_jobs):
     with threadpool_limits(2, "blas"):
         before = threads(None)
@@ -195,7 +196,7 @@ def test_chunks_are_of_like_cost(monkeypatch):
     assert max(sum(chunk) for chunk in chunks) <= 2 * even + 200
 
 
-@pytest.mark.parametrize("n_jobs", [1, 2])
+@pytest.mark.parametrize("n_jobs", [1, *slow([2])])
 def test_errors_come_through(n_jobs):
     with pytest.raises(ValueError, match="client 4 is bad"):
         map_batches(fail, [(np.array([4]),), (np.array([4]),)], n_jobs)

@@ -62,6 +62,7 @@ from tests.helpers.registry import (
     population,
     with_slow,
 )
+from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:no round of .* lowered the loss of held-out rows")
 every_private = every_one_of(PRIVATE)
@@ -431,7 +432,11 @@ def test_a_seed_is_warned_of_once(estimator):
     assert [each.category for each in seeds] == [PrivacyWarning]
 
 
-@pytest.mark.parametrize("estimator", [*PRIVATE[: -len(PRIVATE_ROUNDS)], *UNREPEATABLE], ids=repr)
+# Those of a large epsilon estimate what the others know, which takes long.
+NOISY = [one for one in [*PRIVATE_MEANS_AND_LINES, *UNREPEATABLE] if one.epsilon < 1000]
+
+
+@pytest.mark.parametrize("estimator", NOISY, ids=repr)
 def test_a_private_fit_at_infinite_epsilon_is_the_ordinary_one(estimator):
     X, y, groups = make_table(estimator)
     shared = ("prior", "random", "noise_variance", "bounds", "decision")
@@ -512,7 +517,7 @@ def test_nothing_in_a_private_fit_depends_on_what_overflows(estimator):
 
 
 # A table for each size that the rows of a client may have.
-SIZES = (1.0, 1e160, 1e308, 0.0, 1e-3, 10.0, 1e6)
+SIZES = (1.0, 1e308, 0.0, 1e160, 1e6)
 
 
 def replaced(estimator, y, own, size, rng):
@@ -564,7 +569,7 @@ def test_nothing_of_a_client_leaves_where_nothing_is_released(estimator):
 def test_the_mechanism_is_the_only_way_out_of_a_client(estimator, monkeypatch):
     """With mechanisms that ignore their input, nobody learns what one client's rows hold."""
     blind(monkeypatch)
-    sizes = SIZES[:3] if hasattr(estimator, "local_steps") else SIZES  # nets take long
+    sizes = SIZES[:2] if hasattr(estimator, "local_steps") else SIZES  # nets take long
     assert not what_others_learn(estimator, sizes)
 
 
@@ -581,7 +586,10 @@ def _fit_sparse_rows(estimator, X, y, groups):
     return fit_as_it_is(estimator, rows, y, groups=groups)
 
 
-@pytest.mark.parametrize("estimator", PRIVATE_ROUNDS[:3], ids=repr)
+SPARSE = [*PRIVATE_ROUNDS[:2], *slow(PRIVATE_ROUNDS[2:4])]
+
+
+@pytest.mark.parametrize("estimator", SPARSE, ids=repr)
 def test_the_mechanism_is_the_only_way_out_of_sparse_rows(estimator, monkeypatch):
     assert what_others_learn(estimator, fit=_fit_sparse_rows)
     blind(monkeypatch)
@@ -594,7 +602,7 @@ def changed(model, **attributes):
     return model
 
 
-@pytest.mark.parametrize("estimator", PRIVATE_ROUNDS[:4], ids=repr)
+@pytest.mark.parametrize("estimator", SPARSE, ids=repr)
 def test_sparse_rows_that_overflow_give_no_warning(estimator):
     X, y, groups = make_table(estimator)
     own = groups == 3

@@ -24,6 +24,7 @@ SHOPS = np.repeat(list("abcdef"), 15)
 X = pd.DataFrame(rng.normal(size=(90, 2)), columns=["experience", "income"])
 Y = X["income"] + rng.normal(size=6).repeat(15) + rng.normal(size=90)
 LABELS, COUNTS = (Y > 0).astype(int), rng.poisson(np.exp(Y / 2))
+FINAL = PersonalizedLinearRegression(random="intercept")
 CANDIDATES = [(f"candidate_{k}", Ridge(alpha=1.0 + k)) for k in range(9)]
 
 
@@ -44,7 +45,12 @@ def narrow_page():
         (PersonalizedLogisticRegression(), LABELS),
         (PersonalizedPoissonRegression(), COUNTS),
         (ClientSelector(CANDIDATES, cv=3, random_state=0), Y),
-        (PersonalizedStackingRegressor([("line", LinearRegression())], random_state=0), Y),
+        (
+            PersonalizedStackingRegressor(
+                [("line", LinearRegression())], FINAL, cv=2, fallback=False
+            ),
+            Y,
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )

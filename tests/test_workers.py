@@ -24,9 +24,9 @@ from pfl_sklearn import (
     _worker_storage,
 )
 from pfl_sklearn._parallel import batch_mapper
+from pfl_sklearn.priors import GaussianPrior
 from tests.helpers.processes import DaskDistributedBackend, Data, Elsewhere, LokyBackend
-
-BACKENDS = [LokyBackend, DaskDistributedBackend, Elsewhere]
+from tests.helpers.slow import slow
 
 
 def test_a_full_disk_is_named_with_the_folder_that_may_be_another(tmp_path):
@@ -51,12 +51,13 @@ def table(m=60, n=120, d=6):
 
 X, TARGET, GROUPS = table()
 LABELS, COUNTS = (TARGET > 0).astype(int), np.floor(np.exp(np.clip(TARGET / 4, -2, 2)))
-BASES = [("line", Ridge()), ("mixed", PersonalizedLinearRegression())]
+PRIOR = GaussianPrior(covariance=0.25)
+BASES = [("line", Ridge()), ("mixed", PersonalizedLinearRegression(PRIOR, noise_variance=1.0))]
 FITS = {
     "one effect": (PersonalizedLogisticRegression(random="intercept"), LABELS),
-    "poisson": (PersonalizedPoissonRegression(random="all"), COUNTS),
+    "poisson": (PersonalizedPoissonRegression(PRIOR, random="all"), COUNTS),
     "ppsgd": (PPSGDClassifier(n_rounds=12, batch_size=20, random_state=0), LABELS),
-    "stacking": (PersonalizedStackingRegressor(BASES, random_state=0, cv=3), TARGET),
+    "stacking": (PersonalizedStackingRegressor(BASES, BASES[1][1], random_state=0, cv=3), TARGET),
     "selector": (ClientSelector(BASES, random_state=0, cv=3), TARGET),
     "linear": (PersonalizedLinearRegression(), TARGET),
 }
@@ -95,14 +96,13 @@ def assert_same(one, other):
         np.testing.assert_array_equal(getattr(other, name), values, err_msg=name)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "backend"),
     [
-        pytest.param(
-            name, marks=[pytest.mark.slow] * (name not in ("one effect", "ppsgd", "linear"))
-        )
-        for name in FITS
+        *(("one effect", LokyBackend), ("linear", LokyBackend)),
+        *(("ppsgd", DaskDistributedBackend), ("ppsgd", Elsewhere)),
+        *slow([(name, LokyBackend) for name in ("poisson", "stacking", "selector")]),
+        *slow([(name, DaskDistributedBackend) for name in ("one effect", "stacking")]),
     ],
 )
 def test_rows_travel_once_a_fit(name, backend, folder):

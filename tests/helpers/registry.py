@@ -44,7 +44,7 @@ from tests.helpers.torch import WITHOUT_TORCH
 # Every public estimator: scikit-learn's checks and ours. Those that draw have a seed.
 MEANS = [GaussianMean(), BernoulliMean(), PoissonMean()]
 REGRESSIONS = [
-    PersonalizedLinearRegression(),
+    PersonalizedLinearRegression(random="intercept"),  # variances of slopes take long
     PersonalizedLogisticRegression(),
     PersonalizedPoissonRegression(),
 ]
@@ -65,13 +65,22 @@ def nets():
 NEURAL = [net for net in nets() if type(net).__name__ in FAST_NETS]
 FIELD = [net for net in nets() if type(net).__name__ not in FAST_NETS]  # their checks are slow
 STREAMS = [CollaborativeMean()]
-# Around others. Few folds and linear models: their defaults are tested in tests/compose.
-LINES = [("line", LinearRegression()), ("own", PersonalizedLinearRegression(unseen="population"))]
-CLASSIFIERS = [("line", LogisticRegression()), ("own", PersonalizedLogisticRegression())]
+# Around others. Few folds and known variances: their defaults are tested in tests/compose.
+OF_INTERCEPTS = {"prior": GaussianPrior(covariance=1.0), "random": "intercept"}
+LINE_OF_CLIENTS = PersonalizedLinearRegression(
+    noise_variance=1.0, unseen="population", **OF_INTERCEPTS
+)
+LINES = [("line", LinearRegression()), ("own", LINE_OF_CLIENTS)]
+CLASSIFIERS = [
+    ("line", LogisticRegression()),
+    ("own", PersonalizedLogisticRegression(**OF_INTERCEPTS)),
+]
 COMPOSED = [
     ClientAsFeature(HistGradientBoostingRegressor(max_iter=10), random_state=0),
     ClientAsFeature(HistGradientBoostingClassifier(max_iter=10), "target", random_state=0),
-    PersonalizedStackingRegressor(LINES[:1], cv=2, fallback=False, random_state=0),
+    PersonalizedStackingRegressor(
+        LINES[:1], final_estimator=LINE_OF_CLIENTS, cv=2, fallback=False, random_state=0
+    ),
     PersonalizedStackingClassifier(CLASSIFIERS[:1], cv=2, fallback=False, random_state=0),
     ClientSelector(LINES, cv=3, random_state=0),
     ClientSelector(CLASSIFIERS, how="best", cv=3, random_state=0),
@@ -90,7 +99,7 @@ VARIANTS = [
     PoissonMean(GammaPrior(2.0, 1.0)),
     PoissonMean(method="moments", uncertainty="plug_in"),
     PersonalizedLinearRegression(GaussianPrior(covariance_type="full"), random=["intercept", 1]),
-    PersonalizedLinearRegression(GaussianPrior(covariance_type="diag")),
+    PersonalizedLinearRegression(),
     PersonalizedLinearRegression(GaussianPrior(covariance_type="low_rank"), method="ml"),
     PersonalizedLinearRegression(GaussianPrior(covariance=math.inf)),
     PersonalizedLinearRegression(LaplacePrior(), random="intercept"),
@@ -168,7 +177,7 @@ CLIPPED = {"epsilon": 4.0, "clip_norm": 1.0, **SHORTER}
 SAMPLED = {"client_fraction": 0.5}
 PRIVATE_NETS = {
     "FedAvgClassifier": {"label_prior": DirichletPrior(), "head": 1.0},
-    "AdaPeDClassifier": {"label_prior": "client", **SAMPLED},
+    "AdaPeDClassifier": {"label_prior": "client"},
     "AdaMixNetClassifier": {},
     "APFLRegressor": {"mixing": "adaptive"},
     "DittoClassifier": SAMPLED,
@@ -201,10 +210,7 @@ UNREPEATABLE = [
         mechanism="discrete_gaussian", trust="local", noise_variance=1.0, epsilon=4.0, **BALL
     )
 ]
-RELEASING = [
-    *PRIVATE,
-    GaussianMean(mechanism="quantizer", n_bits=8, noise_variance=1.0, **BALL),
-]
+RELEASING = [*PRIVATE, GaussianMean(mechanism="quantizer", n_bits=8, noise_variance=1.0, **BALL)]
 # Private configurations that release nothing, as everything about the population is known.
 KNOWN = [
     GaussianMean(GaussianPrior(0.0, 1.0), noise_variance=1.0, epsilon=1.0, clip_norm=1.0),

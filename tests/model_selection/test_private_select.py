@@ -1,5 +1,6 @@
 """Private selection: its account by exact distributions, its scores, and what it refuses."""
 
+import contextlib
 import math
 import pickle
 import warnings
@@ -62,7 +63,7 @@ DELTA = 1e-5
 DISTRIBUTIONS = ("geometric", "poisson", "logarithmic")
 every_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 GENERATOR = np.random.default_rng(0)
-N_CLIENTS = 200
+N_CLIENTS = 100
 GROUPS = np.repeat(np.arange(N_CLIENTS), 6)
 Y = GENERATOR.normal(size=N_CLIENTS)[GROUPS] + GENERATOR.normal(size=len(GROUPS))
 X = GENERATOR.normal(size=(len(Y), 1))
@@ -91,25 +92,23 @@ def seeded(search, *args, seed=1):
 
 
 @pytest.mark.parametrize(
-    ("distribution", "epsilon"), [("geometric", 9.11), ("poisson", 10.05), ("logarithmic", 8.14)]
+    ("n", "distribution", "epsilon"),
+    [
+        *((9, "geometric", 9.11), (9, "poisson", 10.05), (9, "logarithmic", 8.14)),
+        (1, "geometric", 5.37),  # no selection
+    ],
 )
-def test_golden_values(distribution, epsilon):
+def test_golden_values(n, distribution, epsilon):
     """Rounds with noise multiplier 1 on a twentieth of the clients, 200 of them."""
-    found = selection_epsilon(
-        [SampledGaussian(1.0, 200, rate=0.05)],
-        expected_trials=9,
-        distribution=distribution,
-        delta=DELTA,
-        relation="zero_out",
-    )
+    how = {"delta": DELTA, "relation": "zero_out", "distribution": distribution}
+    found = selection_epsilon([SampledGaussian(1.0, 200, rate=0.05)], expected_trials=n, **how)
     assert found == pytest.approx(epsilon, abs=5e-3)
 
 
-def test_one_expected_trial_is_no_selection():
-    how = {"expected_trials": 1, "delta": DELTA, "relation": "zero_out"}
-    rounds = [SampledGaussian(1.0, 200, rate=0.05)]
-    assert selection_epsilon(rounds, **how) == pytest.approx(5.37, abs=5e-3)
-    assert selection_epsilon(rounds, **how, distribution="poisson") > 5.4  # there can be two
+def test_one_expected_poisson_trial_may_be_two():
+    event, how = [GaussianEvent(None, 0.5)], {"expected_trials": 1, "delta": DELTA}
+    one, poisson = (selection_epsilon(event, **how, distribution=d) for d in DISTRIBUTIONS[:2])
+    assert poisson > 1.005 * one
 
 
 @pytest.mark.parametrize(
@@ -233,7 +232,7 @@ def gaussian_bins(mu):
 
 
 @every_distribution
-@pytest.mark.parametrize("mean", [2.0, 9.0, 50.0])
+@pytest.mark.parametrize("mean", [2.0, 50.0])
 @pytest.mark.parametrize("delta", [1e-5, 1e-2])
 def test_the_account_covers_the_exact_distribution(distribution, mean, delta):
     """Null models, whose scores are all that the client moves."""
@@ -293,7 +292,7 @@ def test_logarithmic_numbers_have_the_mean_asked_for():
 
 
 @every_distribution
-@pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("epsilon", [0.5, 8.0])
 def test_trials_are_calibrated_to_the_total(distribution, epsilon):
     how = {"expected_trials": 6, "distribution": distribution}
     model = seeded(select(epsilon=epsilon, holdout=(X, Y), **how))
@@ -549,7 +548,7 @@ def test_the_best_trial_wins():
     """Without noise to speak of, the right shrinkage is found."""
     params = {"noise_variance": [1e-3, 1.0, 1e3]}
     for options in ({"epsilon": math.inf}, {"epsilon": 1e5, "score_range": (-30.0, 0.0)}):
-        search = select(GaussianMean(clip_norm=9.0), params, expected_trials=60, **options)
+        search = select(GaussianMean(clip_norm=9.0), params, expected_trials=20, **options)
         model = seeded(search.set_params(distribution="poisson"))
         assert model.best_params_ == {"noise_variance": 1.0}
 
@@ -594,7 +593,7 @@ def test_trials_without_a_renyi_bound_are_refused_by_name():
 
 
 def test_nothing_of_the_other_trials_is_kept():
-    model = fitted(select(expected_trials=20, distribution="poisson"))
+    model = fitted(select(expected_trials=5))
     kept = {name for name in vars(model) if name not in model.get_params(deep=False)}
     best = {"best_estimator_", "best_params_", "best_score_"}
     assert kept == {*best, "trial_params_", "privacy_", "_last_fit"}  # the last: their names
@@ -640,22 +639,21 @@ def test_every_trial_has_noise_of_its_own(seed):
     assert model.best_estimator_.population_mean_ in Recorded.seen
 
 
-@every_distribution
-def test_fit_runs_that_many_trials(distribution):
-    """A single trial would miss the expected value by more than 5 standard errors."""
+def test_fit_runs_as_many_trials_as_are_drawn():
+    """Poisson numbers, which the test of numbers of trials holds to their distribution."""
     counts = []
-    search = select(RECORDED, {"unseen": ["population"]}, expected_trials=3, holdout=(X[:9], Y[:9]))
-    search.set_params(distribution=distribution)
-    for _ in range(40):
+    search = select(RECORDED, {"unseen": ["population"]}, expected_trials=2, holdout=(X[:9], Y[:9]))
+    for seed in range(20):
         Recorded.seen.clear()
-        try:
-            search.fit(X[:60], Y[:60], groups=GROUPS[:60])
-        except RuntimeError:
-            assert distribution == "poisson"
+        with contextlib.suppress(RuntimeError):  # no trial
+            seeded(
+                search.set_params(distribution="poisson"), X[:60], Y[:60], GROUPS[:60], seed=seed
+            )
         counts.append(len(Recorded.seen))
+    assert min(counts) == 0  # which other distributions do not have
     values = 0.7 ** np.array(counts)
     error = values.std() / math.sqrt(len(counts))
-    assert abs(values.mean() - generating(distribution, 3.0)(0.7)) < 4.5 * error
+    assert abs(values.mean() - generating("poisson", 2.0)(0.7)) < 4.5 * error
 
 
 def test_ledger_has_one_entry(tmp_path):
@@ -847,6 +845,7 @@ def test_rounds_cannot_go_on_after_a_selection():
 
 
 BOUNDED = GaussianMean(noise_variance=1.0, clip_norm=1.0)
+LARGE_GRID = {"clip_norm": [*np.linspace(1, 2, 40)], "noise_variance": [*np.ones(40), -1.0]}
 LEARNT = {"functiontransformer": [FunctionTransformer(), StandardScaler()]}
 PPSGD = PPSGDRegressor(n_rounds=3, learning_rate=0.1, clip_norm=1.0)
 LABELS, NO_CHANCES = (X, Y > 0), "predict_proba.*GaussianMean"
@@ -865,6 +864,7 @@ LABELS, NO_CHANCES = (X, Y > 0), "predict_proba.*GaussianMean"
         (PPSGD, {"batch_size": [1, 0]}, {}, "The 'batch_size' parameter"),
         (PPSGD, {"clip_norm": [1.0, -1.0]}, {}, "The 'clip_norm' parameter"),
         (BOUNDED, {"noise_variance": [1.0, -1.0]}, {}, "The 'noise_variance' parameter"),
+        (MEAN, LARGE_GRID, {}, "The 'noise_variance' parameter"),  # which is looked at in part
         (
             make_pipeline(FunctionTransformer(), BOUNDED),
             LEARNT,
@@ -885,14 +885,6 @@ def test_candidates_that_cannot_be_run_cost_nothing(estimator, params, options, 
     for _ in range(3):  # whichever are drawn
         with pytest.raises(ValueError, match=error):
             fitted(select(estimator, params, ledger=ledger, **options))
-    assert ledger.entries == []
-
-
-def test_large_grids_are_looked_at_in_part(tmp_path):
-    ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
-    many = {"clip_norm": list(np.linspace(1, 2, 40)), "noise_variance": [*np.ones(40), -1.0]}
-    with pytest.raises(ValueError, match="The 'noise_variance' parameter"):
-        fitted(select(params=many, ledger=ledger))
     assert ledger.entries == []
 
 
@@ -941,7 +933,6 @@ BAD = [
     ({"param_distributions": {"clip_norm": []}}, r"param_distributions\['clip_norm'\].*\[\]"),
     ({"param_distributions": {"clip_norm": 3.0}}, r"param_distributions\['clip_norm'\].*3\.0"),
     ({"param_distributions": [3]}, r"param_distributions.*dict.*\[3\]"),
-    ({"param_distributions": {"trust": ["central", "local"]}}, None),
     ({"epsilon": 0.005, "holdout": (X, Y)}, r"epsilon=0\.005.*expected_trials=10\b.*\b0\.01025\b"),
     ({"estimator": Ridge(), "param_distributions": {}}, r"Ridge.*epsilon and delta.*epsilon=2\.0"),
     (
@@ -952,7 +943,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("params", "error"), [bad for bad in BAD if bad[1]])
+@pytest.mark.parametrize(("params", "error"), BAD)
 def test_bad_parameters(params, error, tmp_path):
     ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
     model = select(ledger=ledger).set_params(**params)
@@ -990,7 +981,7 @@ def test_bad_rows_leave_nothing_fitted():
     model = select()
     for data, y, groups, error in (
         (X[:5], Y[:5], np.arange(5), r"two rows.*\b5 clients.*holdout="),
-        (X, Y, GROUPS[:-1], r"groups.*\b1199 ids.*\b1200 rows"),
+        (X, Y, GROUPS[:-1], r"groups.*\b599 ids.*\b600 rows"),
         (X, np.where(np.arange(len(Y)) == 3, np.nan, Y), GROUPS, "NaN"),
         (X, None, GROUPS, "requires y"),
     ):
@@ -1048,8 +1039,12 @@ def test_one_release_is_no_more_than_its_trial():
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 @parametrize_with_checks(
     [
-        PrivateSelectCV(PersonalizedLinearRegression(), {"method": ["reml", "ml"]}, random_state=0),
-        PrivateSelectCV(GaussianMean(), {"method": ["reml", "ml"]}, random_state=0),
+        PrivateSelectCV(
+            PersonalizedLinearRegression(random="intercept"),
+            {"method": ["reml", "ml"]},
+            expected_trials=2,
+            random_state=0,
+        )
     ]
 )
 def test_sklearn_checks(estimator, check):

@@ -205,11 +205,11 @@ def test_every_row_is_tested_equally_often(stratify):
     sizes = np.bincount(groups)[groups]
     counts = np.zeros(len(groups))
     labels = np.random.default_rng(1).integers(0, 2, len(groups))
-    splitter = ClientShuffleSplit(1000, test_size=0.3, stratify=stratify, random_state=0)
+    splitter = ClientShuffleSplit(400, test_size=0.3, stratify=stratify, random_state=0)
     for _, test in splitter.split(X, labels, groups):
         counts[test] += 1
     share = np.where(sizes == 1, 0, 0.3)
-    np.testing.assert_allclose(counts / 1000, share, atol=4 * np.sqrt(0.21 / 1000))
+    np.testing.assert_allclose(counts / 400, share, atol=4 * np.sqrt(0.21 / 400))
 
 
 @pytest.mark.parametrize(

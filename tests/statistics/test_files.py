@@ -97,7 +97,10 @@ def rewrite(path, columns=None, kept=KEPT, metadata=None, **facts):
     kept.to_parquet(path)
     table = pyarrow.parquet.read_table(path)
     for name, values in (columns or {}).items():
-        table = table.set_column(table.column_names.index(name), name, pyarrow.array(values))
+        at = table.column_names.index(name)
+        table = table.remove_column(at)
+        if values is not None:
+            table = table.add_column(at, name, pyarrow.array(values))
     known = json.loads(table.schema.metadata[b"pfl_sklearn"])
     text = json.dumps({**known, **facts}) if metadata is None else metadata
     checksum = str(zlib.crc32(text.encode()))
@@ -149,6 +152,30 @@ LARGE = np.array([1, 2, 3, 2**63 + 4], dtype=np.uint64)
         ({}, {"parts": ["a", "a"]}, "parts="),
         ({}, {"format": "pfl_sklearn client statistics 1"}, "format 'pfl.* 1'; expected .*2"),
         ({}, {"metadata": "[" * 5_000}, "no file that ClientStatistics"),
+        ({"n": [10.5, 10, 10, 10]}, {}, "whole numbers as n"),
+        ({"n": [None, 10, 10, 10]}, {}, "whole numbers as n"),
+        ({"n": [10, 10, 0, 10]}, {}, "n must be at least 1"),
+        ({"log_weight": [np.nan] * 4}, {}, "finite numbers as log_weight"),
+        ({"lowest": of_client_2(KEPT.lowest, np.inf)}, {}, "finite numbers as lowest"),
+        ({"lowest": (KEPT.lowest + 20).tolist()}, {}, "lowest is above highest"),
+        ({"highest": [None, *[[9.0, 9.0]] * 3]}, {}, "1.5 numbers of a client as highest"),
+        ({"client": [None, 0, 1, 2]}, {}, "without a client"),
+        ({"client": [0, 0, 1, 1]}, {}, "4 rows of 2 clients; expected one each"),
+        ({"triangle": None}, {}, "has the columns"),
+        ({"triangle": KEPT.packed[:, 1:].tolist()}, {}, "5 numbers of a client as triangle; exp"),
+        ({"triangle": triangles(_4=np.nan)}, {}, "finite numbers as tri"),
+        ({"triangle": triangles(_0=0.0)}, {}, "client 2.*its triangle"),
+        ({"triangle": triangles(_1=90.0)}, {}, "triangle of rows"),
+        ({}, {"n_features": 2.0}, "n_features=2.0"),
+        ({}, {"n_features": -1, "n_targets": 3}, "n_features=-1"),
+        ({}, {"n_features": True}, "n_features=True"),
+        ({}, {"n_left_out": -5}, "n_left_out=-5"),
+        ({}, {"feature_names": ["u", "v"]}, r"feature_names=\['u', 'v'\]"),
+        ({}, {"target_names": [1]}, r"target_names=\[1\]"),
+        ({}, {"feature_bound": "2"}, "feature_bound='2'"),
+        ({}, {"ids": "no type"}, "clients that are no ids of type 'no type'"),
+        ({}, {"ids": None}, "ids=None"),
+        ({}, {"more": 1}, "the fields"),
         ({}, {"target_bound": float("nan")}, "bounds that no statistics have"),
         ({}, {"target_bound": 10**400}, "bounds that no statistics have"),
     ],

@@ -28,14 +28,17 @@ def data_home():
     return Path(folder)
 
 
-# Chapters of the user guide whose examples take seconds.
-SLOW_CHAPTERS = {"neural_networks.rst", "tables.rst", "workflow.rst"}
+# Chapters of the user guide, and modules of the package, whose examples take seconds.
+SLOW_CHAPTERS = {"neural_networks.rst", "ppsgd.rst", "privacy.rst", "tables.rst", "workflow.rst"}
+SLOW_EXAMPLES = ("pfl_sklearn/neural_network/*", "pfl_sklearn/compose/_stack/*")
+FAST_EXAMPLE = "_adaped.py"  # of the neural networks
 
 
 @pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.path.name in SLOW_CHAPTERS:
+        slow = any(item.path.match(pattern) for pattern in SLOW_EXAMPLES)
+        if item.path.name in SLOW_CHAPTERS or (slow and item.path.name != FAST_EXAMPLE):
             item.add_marker("slow")
         if "data_home" in getattr(item, "fixturenames", ()):
             item.add_marker("tables")

@@ -210,6 +210,7 @@ def test_known_clients_of_which_nothing_is_tested():
         np.testing.assert_allclose(alone.predict(X[-2:-1]), found[:1], rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_classes():
     X, y, groups = series(noise=0.5)
     label = np.where(y > np.median(y), "up", "down")

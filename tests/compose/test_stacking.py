@@ -529,7 +529,7 @@ def test_several_classes():
     assert model.score(X, y, groups=groups) > 0.7
 
 
-@pytest.mark.parametrize("n_clients", [1, 2, 3])
+@pytest.mark.parametrize("n_clients", [1, 2, *slow([3])])
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.UnseenClientsWarning")
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
 def test_a_few_clients_of_classes(n_clients):

@@ -78,6 +78,7 @@ def test_draws_of_one_variance_agree_with_its_quadrature():
     np.testing.assert_allclose(two.intercept_std_, one.intercept_std_, rtol=0.06)
 
 
+@pytest.mark.slow
 def test_errors_do_not_depend_on_units_and_zeros():
     model, X, y, codes = fit_of_8()
     shifted = PersonalizedLinearRegression(FULL).fit(1440 * X + 2e5, y, groups=codes)

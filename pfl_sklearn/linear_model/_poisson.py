@@ -219,7 +219,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         if wrong.any():
             raise ValueError(
                 f"y must hold counts, whole numbers from 0 to {_LARGEST_RESPONSE:g}; got "
-                f"{y[wrong][0]:g}. Counts per exposure are counts again with exposure=."
+                f"{y[wrong][0]:g}. For rates, give the counts, and pass exposure=."
             )
         if fractional.any():
             warn_fractional_counts("y", y[fractional][0])

@@ -186,7 +186,7 @@ def _where_diverged(state, ids):
     diverged = state.diverged
     when = f" in round {state.round} (counted from 0)"
     if not len(diverged):  # the losses were finite, and the steps after them were not
-        when = f" after {state.round} rounds"
+        when = f" after {state.round} round{'' if state.round == 1 else 's'}"
         diverged = np.flatnonzero(~finite_clients((state.clients | state.last_phase).values()))
     if not len(diverged):  # the server's arrays alone
         return when

@@ -466,6 +466,11 @@ def test_two_columns_of_one_name():
         TableEncoder().fit(table)
 
 
+def test_a_table_without_rows():
+    with pytest.raises(ValueError, match="X has 0 rows"):
+        TableEncoder().fit(pd.DataFrame({"a": pd.Series([], dtype=float)}))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -73,6 +73,12 @@ def test_plug_in_intervals_are_shorter():
     np.testing.assert_array_equal(full.means_, plug_in.means_)
     assert np.sum(full.stds_**2) > np.sum(plug_in.stds_**2)
     assert full.population_mean_std_ > plug_in.population_mean_std_
+    both = np.column_stack([y, y[::-1]])
+    diag = {"prior": GaussianPrior(covariance_type="diag"), "uncertainty": "plug_in"}
+    alone = [fit_means(column, groups, **diag) for column in both.T]
+    np.testing.assert_allclose(
+        fit_means(both, groups, **diag).stds_, np.column_stack([one.stds_ for one in alone])
+    )
     counts = np.array([2, 3, 1, 4]), np.full(4, 6)
     full = BernoulliMean().fit_counts(*counts)
     plug_in = BernoulliMean(uncertainty="plug_in").fit_counts(*counts)

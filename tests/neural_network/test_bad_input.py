@@ -16,6 +16,7 @@ from pfl_sklearn.neural_network import (
     MLP,
     AdaPeDClassifier,
     APFLClassifier,
+    DittoClassifier,
     FedAvgClassifier,
     FedAvgRegressor,
     FedEMClassifier,
@@ -218,6 +219,17 @@ def test_more_rounds_of_another_architecture(cls):
     with pytest.raises(ValueError, match="other parameters"):
         model.partial_fit(X, y, groups=groups)
     assert model.n_rounds_ == 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [("nothing", "its class declares none"), ("layers", "Other declares _clients_keep='layers'")],
+)
+def test_a_class_says_what_its_clients_keep(keep, message):
+    class Other(DittoClassifier):
+        _clients_keep = keep
+
+    refused(Other(net_of()), message, error=TypeError)
 
 
 # Rounds that diverge ------------------------------------------------------------------------------

@@ -139,6 +139,10 @@ def test_the_round_and_the_client_that_diverged_are_named():
         slow = FedAvgRegressor(Recipe(1e60), n_rounds=20, random_state=0)
         with pytest.raises(DivergenceError, match=r"in round [1-9]\d* \(counted from 0\), at "):
             slow.fit(*table()[:2], groups=groups)
+        # The loss is that before the round, so it does not show what the last one does.
+        once = FedAvgRegressor(Recipe(1e100), n_rounds=1, random_state=0)
+        with pytest.raises(DivergenceError, match=r"diverged after 1 round, at 12 clients"):
+            once.fit(*table()[:2], groups=groups)
 
 
 def seeded_in_part(seeds):

@@ -9,9 +9,11 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from pfl_sklearn.privacy import (
+    GaussianEvent,
     calibrate_noise,
     compose_gdp,
     epsilon_spent,
+    events_epsilon,
     gdp_delta,
     gdp_epsilon,
     gdp_mu,
@@ -64,6 +66,8 @@ def test_composition():
     assert compose_gdp([3.0, 4.0]) == 5.0
     together = epsilon_spent(3.0, 1.0, delta=1e-6, n_releases=9)
     assert together == pytest.approx(gdp_epsilon(1.0, 1e-6))
+    nothing = GaussianEvent(None, None, n_releases=0)  # its cost does not matter
+    assert events_epsilon([nothing], 1e-6, "replace_one") == 0
 
 
 @settings(max_examples=100, deadline=None)

@@ -18,6 +18,7 @@ from pfl_sklearn.estimation._proportion_reports import (
     probability_table,
 )
 from pfl_sklearn.priors import BetaPrior, GaussianPrior, GridPrior
+from pfl_sklearn.privacy import calibrate_noise
 from tests.helpers.oracles import read_oracle
 
 ORACLE = read_oracle("bernoulli")
@@ -433,3 +434,11 @@ def test_trials_beyond_whole_numbers(weights):
         BernoulliMean().fit(np.zeros((8, 1)), y, groups=groups, sample_weight=weights)
     with pytest.raises(ValueError, match=r"trials.*2\*\*53.*e\+1\d"):
         BernoulliMean().fit_counts(np.ones(8), weights, groups=groups)
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_noise_on_moments_is_that_of_their_sensitivity():
+    model = BernoulliMean(epsilon=1.0, delta=1e-5, trust="central", random_state=0)
+    report = model.fit_counts(np.full(16, 2), np.arange(4, 20)).privacy_
+    expected = calibrate_noise(1.0, 1e-5, MOMENT_SENSITIVITY)
+    assert report.noise_std == pytest.approx(expected, rel=1e-4)

@@ -332,3 +332,37 @@ def test_extreme_levels_and_rates_have_bounds():
             assert np.isfinite(bounds).all()
     steep = MODELS["counts"](random="intercept").fit(X, np.exp(8 + 2 * X[:, 0]) // 1, groups=groups)
     assert steep.predict_interval([[-400.0]], groups=[0], new_row=True) == (0.0, 0.0)
+
+
+@pytest.mark.slow
+def test_intervals_of_counts_cover():
+    """One new row of each of 20 known and 20 new clients in each of 30 tables.
+
+    Hits of one table share the population's error, so a share of them has a standard deviation of
+    at most sqrt(level (1 - level) / 30), and of 1 / sqrt(20) of that if that error is small. Counts
+    are discrete, so their intervals cover more: by less than .1 here, where a count has at most
+    that probability.
+    """
+    n_tables, levels = 30, (0.8, 0.95)
+    hits = np.zeros((2, 2, 2))  # level, whose row, mean or new row
+    for seed in range(n_tables):
+        rng = np.random.default_rng(seed)
+        groups, X = np.repeat(np.arange(20), 10), rng.normal(size=(200, 1))
+        intercepts = 2.5 + 0.5 * rng.normal(size=40)  # the last 20 are the new clients'
+        y = rng.poisson(np.exp(intercepts[groups] + 0.3 * X[:, 0]))
+        model = PersonalizedPoissonRegression(random="intercept", unseen="population")
+        model.fit(X, y, groups=groups)
+        x, ids = rng.normal(size=(40, 1)), np.append(np.arange(20), np.full(20, NEW))
+        rate = np.exp(intercepts + 0.3 * x[:, 0])
+        for new_row, value in enumerate((rate, rng.poisson(rate))):
+            for k, level in enumerate(levels):
+                lower, upper = model.predict_interval(
+                    x, groups=ids, level=level, new_row=bool(new_row)
+                )
+                inside = (lower <= value) & (value <= upper)
+                hits[k, :, new_row] += inside.reshape(2, 20).mean(axis=1)
+    for covered, level in zip(hits / n_tables, levels, strict=True):
+        band = 0.5 * 3 * np.sqrt(level * (1 - level) / n_tables)
+        assert np.all(np.abs(covered[:, 0] - level) < band)
+        assert np.all(covered[:, 1] > level - band)
+        assert np.all(covered[:, 1] < level + 0.1 * (1 - level) / 0.2 + band)

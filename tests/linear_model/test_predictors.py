@@ -63,6 +63,6 @@ def test_one_row_costs_no_copy_of_all_clients(names):
         tracemalloc.start()
         try:
             call(X[:1], groups=groups[:1])
-            assert tracemalloc.get_traced_memory()[1] < 60_000
+            assert tracemalloc.get_traced_memory()[1] < 30_000
         finally:
             tracemalloc.stop()

@@ -153,6 +153,14 @@ def test_coefficients_that_are_not_estimable_have_no_errors_anywhere(kind):
 def test_known_levels_of_a_full_set_have_errors_and_unknown_ones_do_not(kind):
     model, groups = of_indicators(kind), [0, 5, 11, 99]
     assert np.isfinite(errors_of(model, indicators(np.array([0, 1, 2, 2])), groups)).all()
+    if kind == "linear":  # they are those of the smaller model
+        more = {"tol": 1e-7, "uncertainty": "plug_in"}
+        with open_fit():
+            whole = fitted(kind, indicators(KIND), **more)
+        small = fitted(kind, indicators(KIND)[["x", "a", "b"]], **more)
+        rows = indicators(np.array([0, 1, 2, 2]))
+        expected = errors_of(small, rows[["x", "a", "b"]], groups)
+        np.testing.assert_allclose(errors_of(whole, rows, groups), expected, rtol=2e-5)
     with outside(match=r"1 of 4 rows .*\('c' is 1 - 'a' - 'b'\)"):
         errors = errors_of(model, indicators(np.array([0, 3, 1, 2])), groups)
     assert np.isnan(errors).reshape(4, -1).any(axis=1).tolist() == [False, True, False, False]

@@ -35,7 +35,7 @@ from pfl_sklearn import (
     privacy_of,
 )
 from pfl_sklearn.metrics import ClientScorer, known_clients
-from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
+from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV, _trials
 from pfl_sklearn.model_selection._selection_plan import plan_selection
 from pfl_sklearn.model_selection._trials import (
     HeldOutScore,
@@ -592,8 +592,17 @@ def test_trials_without_a_renyi_bound_are_refused_by_name():
         fitted(select(noisy, {"clip_norm": [1.0, 4.0]}, epsilon=2.0))
 
 
+@every_distribution
+def test_trials_are_drawn_from_the_distribution_that_is_accounted(distribution, monkeypatch):
+    asked = []
+    monkeypatch.setattr(_trials, "draw_n_trials", lambda *given: asked.append(given[:2]) or 1)
+    seeded(select(expected_trials=3, distribution=distribution))
+    assert asked == [(3, distribution)]
+
+
 def test_nothing_of_the_other_trials_is_kept():
-    model = fitted(select(expected_trials=5))
+    model = seeded(select(expected_trials=8, distribution="poisson"))
+    assert len(model.trial_params_) > 1
     kept = {name for name in vars(model) if name not in model.get_params(deep=False)}
     best = {"best_estimator_", "best_params_", "best_score_"}
     assert kept == {*best, "trial_params_", "privacy_", "_last_fit"}  # the last: their names

@@ -534,7 +534,8 @@ class ClumsyMean(GaussianMean):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("when", ["before", "in place", "behind", "late"])
 def test_a_clumsy_fit_is_convicted(when, monkeypatch):
-    monkeypatch.setattr("tests.helpers.interruption.FOLDER", str(PACKAGE.parent))
+    folders = str(PACKAGE), str(Path(__file__).parent)  # the package may be installed elsewhere
+    monkeypatch.setattr("tests.helpers.interruption.FOLDER", folders)
     model = first_fit(ClumsyMean(), "fit")
     model.when = when
     with pytest.raises(AssertionError):

@@ -74,7 +74,7 @@ def adaped_steps(setup, settings, server, t, block):
     personal = client.models(clients["personal"], block.n_clients)
     shared = population.models(server["global"], block.n_clients)
     nets, psi = (personal, shared), personal.values.new_full((len(block.X),), float(server["psi"]))
-    gap_between = partial(divergence, from_first=settings.from_global)
+    kl_divergence = partial(divergence, from_first=settings.from_global)
     move_shared, noisy = shared.step, lambda slopes: slopes
     if setup.noisy_steps is not None:
         move_shared, noisy = steps_through_noise(setup.noisy_steps, shared, block)
@@ -85,16 +85,16 @@ def adaped_steps(setup, settings, server, t, block):
         # Of the personal network after its step: Algorithm 2 (ICLR) uses the newest values of all
         # others.
         personal_log_p = client.log_probabilities(block.read(client, personal.evaluate(X)))
-        pull = gap_between(shared_log_p, personal_log_p) / (2 * psi)
+        pull = kl_divergence(shared_log_p, personal_log_p) / (2 * psi)
         if settings.global_loss:
             pull = pull + settings.global_loss * shared.losses(others, y)
         move_shared(pull, shared_rate)
 
         others = block.read(population, shared.evaluate(X))
-        gap = gap_between(population.log_probabilities(others), personal_log_p)
-        # The derivative of log(psi) / 2 + gap / (2 psi).
-        psi = psi - settings.psi_rate * noisy(1 / (2 * psi) - gap / (2 * psi**2))
-        # Once per step, as printed. A projection never widens the gap between two neighbouring
+        kl = kl_divergence(population.log_probabilities(others), personal_log_p)
+        # The derivative of log(psi) / 2 + kl / (2 psi).
+        psi = psi - settings.psi_rate * noisy(1 / (2 * psi) - kl / (2 * psi**2))
+        # Once per step, as printed. A projection never widens the distance between two neighbouring
         # fits.
         psi = psi.clamp_min(settings.psi_min)
     change = psi.double().cpu().numpy() - float(server["psi"])

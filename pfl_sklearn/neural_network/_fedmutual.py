@@ -37,16 +37,16 @@ def mutual_steps(
         losses = personal.losses(outputs, y)
         shared_log_p = engine.log_probabilities(block.read(engine, others))
         # Detached: this step moves the personal network alone, and the next one the global one.
-        gap = divergence(shared_log_p.detach(), engine.log_probabilities(outputs))
-        personal.step(personal_loss * losses + personal_pull * gap, rate)
+        kl = divergence(shared_log_p.detach(), engine.log_probabilities(outputs))
+        personal.step(personal_loss * losses + personal_pull * kl, rate)
         first = losses.detach() if first is None else first
 
         # Of the personal network after its step, and without a graph.
         personal_log_p = engine.log_probabilities(block.read(engine, personal.evaluate(X)))
-        gap = divergence(shared_log_p, personal_log_p, from_first=not both_teach)
+        kl = divergence(shared_log_p, personal_log_p, from_first=not both_teach)
         # QuPeD's global network follows no labels; an infinite loss with a weight of 0 would be
         # NaN.
-        loss = global_pull * gap
+        loss = global_pull * kl
         if global_loss:
             loss = loss + global_loss * shared.losses(others, y)
         if global_loss or global_pull:  # else not even weight decay

@@ -196,7 +196,7 @@ def client_posteriors(table, released, covariance):
     coefficients have their released error; its correlation with the others is ignored, and so is
     the client's own contribution to the release.
 
-    A client's numbers are the same bits whoever else is in the table; otherwise their last digits
+    A client's numbers are the same bits whatever the other clients are; otherwise their last digits
     could reveal the others. So no matrix product runs over the rows of several clients, and sums
     over columns run in one memory layout.
 

@@ -20,7 +20,7 @@ clients their usual size whatever t is; without them these parts would vanish wi
 noise would not. In the part between clients, features whose coefficients do not vary are centred at
 their means, which the server knows from earlier rounds.
 
-A client's message is the same bits whoever else is in the table: sums over rows run row by row
+A client's message has the same bits whatever the other clients are: sums over rows run row by row
 over at least two clients, rows of weight 0 at the end add exactly 0, and systems are solved entry
 by entry. Anything less would leak: where rows cancel, a message may be nothing but rounding errors,
 scaled up by clipping. After the rounds every client computes its own effects from its own rows and
@@ -343,7 +343,7 @@ def _message_sender(table, family, shape):
 
 def _client_estimates(table, prior, family, released):
     """MixedModelEstimates: every client's own posterior, given what was released."""
-    # A client's numbers are the same bits whoever else is in the table, so rows are not padded to a
+    # A client's numbers are the same bits whatever the other clients are: rows are not padded to a
     # common number.
     m, p, q = table.n_clients, table.columns.shape[1], table.n_random
     population, spreads = released.population, released.spreads

@@ -41,8 +41,8 @@ def personal_step(setup, settings, t, block, nets, psi, X, y):
     shared_log_p = population.log_probabilities(block.read(population, others))
     personal_log_p = client.log_probabilities(outputs)
     # Detached, since this step moves the personal network alone; the caller goes on with the graph.
-    gap = divergence(shared_log_p.detach(), personal_log_p, from_first=settings.from_global)
-    personal.step(losses + gap / (2 * psi), setup.rates[t])
+    kl = divergence(shared_log_p.detach(), personal_log_p, from_first=settings.from_global)
+    personal.step(losses + kl / (2 * psi), setup.rates[t])
     return losses.detach(), others, shared_log_p
 
 

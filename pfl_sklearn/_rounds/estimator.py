@@ -387,7 +387,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
             return {**unchanged, **self._models(state, ids, rounds.layout)}
 
         # In this process: workers have their own rows and rounds, and would get these rows again.
-        alone, earlier_arrays = run._replace(n_jobs=1), state.last_phase
+        alone, earlier_arrays = run._replace(n_jobs=1), state.phase_arrays
 
         def ended_state(state):
             return with_last_phase(alone, state, earlier_arrays, rounds.rule)

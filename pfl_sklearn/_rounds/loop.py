@@ -182,7 +182,7 @@ class State:
     clients: Arrays
     schedule: Arrays
     bound: float  # norm that messages are clipped to
-    last_phase: Arrays = field(default_factory=dict)  # arrays that the last phase left
+    phase_arrays: Arrays = field(default_factory=dict)  # arrays that the last phase left
     round: int = 0
     history: dict[str, list] = field(
         default_factory=lambda: {"n_clients": [], "loss": [], "clipped": [], "clip_norm": []}
@@ -220,7 +220,7 @@ class State:
         return self._mapped(_read_only, self.history)
 
     def _mapped(self, function, history):
-        groups = ("server", "clients", "schedule", "last_phase")
+        groups = ("server", "clients", "schedule", "phase_arrays")
         mapped: dict[str, Any] = {
             group: {name: function(values) for name, values in getattr(self, group).items()}
             for group in groups
@@ -261,7 +261,7 @@ def run_rounds(run: Run, state: State, observe: Callable[[State], Any] | None = 
     method, rows, release, protected = run.method, run.rows, run.release, run.protected
     generators = round_generators(run.entropy, state.round)
     n_expected = run.sampling.rate * rows.n_clients
-    earlier_arrays, state.last_phase, state.failures = state.last_phase, {}, frozenset()
+    earlier_arrays, state.phase_arrays, state.failures = state.phase_arrays, {}, frozenset()
     with batch_mapper(run.n_jobs) as mapper:
         workers = BlockRunner(rows, mapper)
         for t in range(state.round, run.n_rounds):
@@ -293,7 +293,7 @@ def run_rounds(run: Run, state: State, observe: Callable[[State], Any] | None = 
         if method.last_phase is not None:
             rng = late_generator(run.entropy, state.round, _LAST_PHASE_DRAWS)
             phase = method.last_phase
-            state.last_phase = _run_phase(
+            state.phase_arrays = _run_phase(
                 phase, rows, state, earlier_arrays, workers, protected, rng
             )
     return state

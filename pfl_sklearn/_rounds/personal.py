@@ -61,7 +61,7 @@ def personal_part(
     n_rounds, n_rows = model.n_rounds_, len(table.y)
     no_positions = np.zeros(0, dtype=np.intp)
     n_population = model.privacy_.n_clients or 1
-    order, entropy = drawn
+    setup_seed, entropy = drawn
     # No events: nothing is released, so nothing is spent.
     plan = FitPlan(
         clients=FitClients(
@@ -70,7 +70,7 @@ def personal_part(
         earlier=frozen,
         n_rounds=n_rounds,
         sampling=sampling_of(model, n_population),
-        order=order,
+        setup_seed=setup_seed,
         entropy=entropy,
         n_population=n_population,
     )

@@ -91,8 +91,8 @@ class FitPlan(NamedTuple):
     - `n_population`: clients of the fit whose population model stays as it is; None: it moves.
     - `n_rounds`: number of the last round, at most; `until_flat`: whether the data end them.
     - `sampling`: who takes part in a round.
-    - `order`: seed of draws before the rounds, such as the order of the rows; `entropy`: that of
-      the rounds.
+    - `setup_seed`: seed of draws before the rounds, such as the order of the rows.
+    - `entropy`: seed of the rounds.
     - `events`: what the rounds spend, for the accountant; None without noise.
     - `mechanism`: that of a round; None if nothing is clipped or noised.
     """
@@ -101,7 +101,7 @@ class FitPlan(NamedTuple):
     earlier: Progress | None
     n_rounds: int
     sampling: Sampling
-    order: Entropy
+    setup_seed: Entropy
     entropy: Entropy
     events: tuple | None = None
     mechanism: ClippedSum | None = None
@@ -183,13 +183,13 @@ def plan_fit(
     until_flat: bool = False,
 ) -> FitPlan:
     """Plan of `n_rounds` more rounds, for clients with rows now and those of earlier rounds."""
-    order, entropy = seeds(random_state)
+    setup_seed, entropy = seeds(random_state)
     return FitPlan(
         clients=_join_clients(clients, earlier),
         earlier=earlier,
         n_rounds=n_rounds + rounds_run(earlier),
         sampling=sampling_of(model, len(clients.ids)),
-        order=order,
+        setup_seed=setup_seed,
         entropy=entropy,
         events=events,
         mechanism=mechanism,
@@ -251,10 +251,10 @@ def first_state(plan: FitPlan, rounds: ModelRounds, clip_quantile: float | None 
     old = plan.earlier.state.copy()
     for name in (old.clients.keys() & state.clients.keys()) - rounds.method.constants.keys():
         state.clients[name][rounds.positions] = old.clients[name]
-    last_phase: Arrays = {}
-    for name, values in old.last_phase.items():
-        last_phase[name] = np.zeros((n_clients, *values.shape[1:]), dtype=values.dtype)
-        last_phase[name][earlier_at] = values
+    phase_arrays: Arrays = {}
+    for name, values in old.phase_arrays.items():
+        phase_arrays[name] = np.zeros((n_clients, *values.shape[1:]), dtype=values.dtype)
+        phase_arrays[name][earlier_at] = values
     schedule = state.schedule
     if schedule.keys() == old.schedule.keys():  # else another kind, which starts anew
         resume = rounds.rows.schedule.resume
@@ -263,7 +263,7 @@ def first_state(plan: FitPlan, rounds: ModelRounds, clip_quantile: float | None 
     follows_quantile = clip_quantile is not None and math.isfinite(old.bound)
     bound = old.bound if follows_quantile else state.bound
     return replace(
-        old, clients=state.clients, schedule=schedule, bound=bound, last_phase=last_phase
+        old, clients=state.clients, schedule=schedule, bound=bound, phase_arrays=phase_arrays
     )
 
 

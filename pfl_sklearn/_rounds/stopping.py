@@ -101,7 +101,7 @@ def with_last_phase(run: Run, state: State, earlier_arrays: Arrays, rule: FlatRu
     arrays = run_last_phase(
         phase, rows, state, run.entropy, earlier_arrays, run.n_jobs, run.protected
     )
-    return replace(state, last_phase=arrays)
+    return replace(state, phase_arrays=arrays)
 
 
 def _run_until_flat(run, state, n_rounds, rule) -> tuple[State, bool]:
@@ -174,7 +174,7 @@ def check_converged(state: State, ids: np.ndarray, advice: str, protected: bool)
     """
     finite = _all_finite(state.server)
     if not protected:
-        finite &= _all_finite(state.clients) and _all_finite(state.last_phase)
+        finite &= _all_finite(state.clients) and _all_finite(state.phase_arrays)
         finite &= len(state.history["loss"]) == state.round
     if not finite:
         where = "" if protected else _where_diverged(state, ids)
@@ -187,7 +187,7 @@ def _where_diverged(state, ids):
     when = f" in round {state.round} (counted from 0)"
     if not len(diverged):  # the losses were finite, and the steps after them were not
         when = f" after {state.round} round{'' if state.round == 1 else 's'}"
-        diverged = np.flatnonzero(~finite_clients((state.clients | state.last_phase).values()))
+        diverged = np.flatnonzero(~finite_clients((state.clients | state.phase_arrays).values()))
     if not len(diverged):  # the server's arrays alone
         return when
     clients = f"client {ids[diverged[0]]}"
@@ -227,7 +227,7 @@ def check_final_loss(
     if loss <= _DIVERGING * unit:
         return
     # Of all clients, like the loss: those of a round may have rows of another size.
-    at_start = final_loss(replace(start(), last_phase={}))
+    at_start = final_loss(replace(start(), phase_arrays={}))
     reference = max(unit, at_start[0])  # type: ignore[index]  # known here, as after the rounds
     comparison = f"{loss:.3g}{where}, where the best constant has {unit:.3g}: {advice}"
     # It may be NaN.

@@ -341,10 +341,12 @@ def _shrink_releases(table, released, prior, variances):
     # Too much shrinkage harms a client, too little costs only the gain.
     if np.isnan(released.between) or not released.noise_is_useful:
         shrink = np.zeros_like(shrink)
-    weight = np.broadcast_to(1 - shrink, table.means.shape)
+    own_weights = np.broadcast_to(1 - shrink, table.means.shape)
     population = Population(released.mean, released.between, noise, released.mean_variance)
     population = population.of_width(d)
     fitted = prior.with_values(population.mean, population.between)
-    means = weight * table.means + (1 - weight) * released.others
+    means = own_weights * table.means + (1 - own_weights) * released.others
     per_output = prior.covariance_type == "diag"
-    return FittedMeans(fitted, population, table, means, weight * sampling, weight, not per_output)
+    return FittedMeans(
+        fitted, population, table, means, own_weights * sampling, own_weights, not per_output
+    )

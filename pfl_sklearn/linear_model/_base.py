@@ -65,8 +65,8 @@ class BasePersonalizedRegression(
         Sorted ids; row i of every per-client array is ``clients_[i]``.
     n_samples_per_client_ : ndarray of shape (n_clients,)
     coef_std_, intercept_std_ : ndarrays of the shapes of `coef_` and `intercept_`
-        Posterior standard deviations; `uncertainty` says whether they count the errors of the
-        variances. NaN for coefficients that are not identified.
+        Posterior standard deviations; `uncertainty` says whether they allow for the variances
+        being estimated. NaN for coefficients that are not identified.
     shrinkage_, intercept_shrinkage_ : ndarrays of the shapes of `coef_` and `intercept_`
         Posterior variance over prior variance, given the population: 0 where the client's own rows
         determine the coefficient, 1 where the population does, or where it does not vary.

@@ -96,7 +96,7 @@ class PersonalizedLinearRegression(
     -----
     ConvergenceWarning
         If the search reached `max_iter`, or a low-rank covariance has too few rows for a search
-        that surely finds its maximum.
+        that is certain to find its maximum.
     UserWarning
         If the coefficients fit all rows exactly, so that the noise variance is meaningless, or the
         data carry no information about a variance between clients (Gaussian prior).
@@ -220,7 +220,7 @@ class PersonalizedLinearRegression(
         ranges=[StrOptions(UNCERTAINTIES)],
         text="""
             {"full", "plug_in"}
-                Whether errors count that the variances were estimated. "full" does so for up to
+                Whether errors allow for the variances being estimated. "full" does so for up to
                 1,000 clients and 20 varying coefficients, under a Gaussian prior that is not of low
                 rank. With "plug_in", intervals of few clients are too short (:ref:`few-clients`).
         """,

@@ -168,7 +168,7 @@ class LinkRegression(BasePersonalizedRegression):
         ranges=[StrOptions(UNCERTAINTIES)],
         text="""
             {"full", "plug_in"}
-                Whether errors count that the variance between clients was estimated. "full"
+                Whether errors allow for the variance between clients being estimated. "full"
                 averages over it if one coefficient varies (counts or two classes) and fewer than
                 1,000 clients inform on it; the weight of the average falls from 1 at 100 clients to
                 0. Otherwise the population's errors come from the inverse observed information of

@@ -30,7 +30,7 @@ def adamix(setup, n_components, proximal):
         start = engine.start()
         server = {"global": start, "centres": np.tile(start, (n, 1)), "shares": np.full(n, 1 / n)}
         # Centres come to differ because the clients of the first round belong to them by chance.
-        rng = np.random.default_rng(None if setup.order is None else (*setup.order, 1))
+        rng = np.random.default_rng(None if setup.seed is None else (*setup.seed, 1))
         chance = rng.dirichlet(np.ones(n), setup.n_clients)
         equal = np.full((setup.n_clients, n), 1 / n)
         return server, {**untrained(setup), "belongs": equal, "chance": chance}

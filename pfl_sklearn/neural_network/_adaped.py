@@ -259,8 +259,8 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges=["boolean", AT_LEAST_ONE],
         text="""
             bool or int >= 1
-                Let personal networks go on in rounds that their client is not sampled in. An
-                integer is how many such rounds in a row count, at most; True stands for 5.
+                Let personal networks go on in rounds that their client is not sampled in. Of
+                consecutive such rounds at most this many count; True stands for 5.
             """,
     )
     global_estimator: Any = parameter(
@@ -268,7 +268,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges="no_validation",
         text="""
             skorch net or None
-                Recipe of a global network of another kind; its ``batch_size`` does not count. None:
+                Recipe of a global network of another kind; its ``batch_size`` is ignored. None:
                 that of `estimator`.
             """,
     )

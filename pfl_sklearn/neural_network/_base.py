@@ -273,7 +273,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
             server_step=self._server_step(),
             noisy_steps=None if self._noisy_steps is None else plan.mechanism,
             before=None if plan.earlier is None else plan.earlier.state,
-            order=plan.order,
+            seed=plan.setup_seed,
             personal=self._clients_keep,
             frozen=plan.is_frozen,
         )
@@ -311,7 +311,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         """
         from pfl_sklearn.neural_network._engine._held_out import flat_rule
 
-        rng = np.random.default_rng(None if plan.order is None else (*plan.order, 0))
+        rng = np.random.default_rng(None if plan.setup_seed is None else (*plan.setup_seed, 0))
         n_clients, fraction = rounds.rows.n_clients, self.validation_fraction
         train_positions, held_out_positions = split_rows(codes, n_clients, fraction, rng)
         train, held = rounds.rows.only(train_positions), rounds.rows.only(held_out_positions)
@@ -368,7 +368,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
     def _make_engines(self, table, plan):
         """Engines of networks whose weights are drawn now, or which earlier rounds had."""
         recipes, looks = self._recipes().values(), self._takes_units
-        seeds = np.random.default_rng(plan.order).integers(1 << 63, size=len(recipes)).tolist()
+        seeds = np.random.default_rng(plan.setup_seed).integers(1 << 63, size=len(recipes)).tolist()
         before = (None, None) if plan.earlier is None else plan.earlier.layout.pair
         made = [
             self._make_engine(recipe, table, old, seed, looks)
@@ -433,7 +433,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
 
     def _models(self, state, ids, layout):
         # What a last phase made of the clients' networks takes the place of what the rounds left.
-        clients = {**state.clients, **state.last_phase}
+        clients = {**state.clients, **state.phase_arrays}
         nets = self._nets(state.server, clients)
         fitted = {"_population": state.server["global"], "_engines": layout}
         # Sums of messages made them, so they are as public as the population's network.

@@ -166,7 +166,7 @@ class _FedEM:
         earlier = plan.earlier
         before = None if earlier is None else earlier.layout
         n_components = self._n_components_for(len(plan.clients.ids), earlier and earlier.state)
-        seeds = np.random.default_rng(plan.order).integers(1 << 63, size=n_components).tolist()
+        seeds = np.random.default_rng(plan.setup_seed).integers(1 << 63, size=n_components).tolist()
         looks, recipe = not is_private(self), self._recipe()  # type: ignore[attr-defined]
         batch_size = self._batch_size  # type: ignore[attr-defined]
         earlier_part = None if before is None else before.component

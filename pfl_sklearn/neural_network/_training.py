@@ -43,7 +43,7 @@ class TrainingParameters:
         text="""
             int >= 1
                 Gradient steps of a sampled client in a round, on batches of ``batch_size`` rows of
-                the network, or all its rows if it has fewer. Momentum starts anew in every round.
+                the network, or all its rows if it has fewer. Every round starts without momentum.
             """,
     )
     local_epochs: int | None = parameter(
@@ -74,8 +74,8 @@ class TrainingParameters:
                 Optimizer of the server: a class of ``torch.optim``, or a ``functools.partial`` of
                 one. In each round it takes one step along minus the clients' average change.
                 ``partial(torch.optim.SGD, lr=1.0, momentum=0.9)`` is FedAvgM, and
-                ``partial(torch.optim.Adam, lr=0.01, eps=1e-3)`` is FedAdam. Its memory goes on with
-                the rounds. None: the server adds the average change.
+                ``partial(torch.optim.Adam, lr=0.01, eps=1e-3)`` is FedAdam. Its state carries over
+                from round to round. None: the server adds the average change.
             """,
     )
 

@@ -326,14 +326,14 @@ def _full_step(values, vectors, r, deviations, s, floor):
     # Subtracting the noise from the scatter is exact if all clients have the same noise. The other
     # step, with theta latent, never lowers the likelihood.
     z = deviations @ vectors
-    weights = values / (values + s[:, None])
-    seen = np.einsum("md,me->de", r[:, None] * weights * z, weights * z)
-    latent = seen + np.diag(r @ np.broadcast_to(weights * s[:, None], z.shape))
-    weight = r / (values.mean() + s) ** 2
-    scatter = np.einsum("md,me->de", weight[:, None] * z, z) / weight.sum()
+    own_weights = values / (values + s[:, None])
+    seen = np.einsum("md,me->de", r[:, None] * own_weights * z, own_weights * z)
+    latent = seen + np.diag(r @ np.broadcast_to(own_weights * s[:, None], z.shape))
+    precisions = r / (values.mean() + s) ** 2
+    scatter = np.einsum("md,me->de", precisions[:, None] * z, z) / precisions.sum()
     candidates = [
         latent / r.sum(),
-        scatter - np.eye(len(values)) * np.sum(weight * s) / weight.sum(),
+        scatter - np.eye(len(values)) * np.sum(precisions * s) / precisions.sum(),
     ]
     steps = []
     for candidate in candidates:

@@ -114,7 +114,10 @@ class FedAvgRegressor(ClientRegressorMixin, BaseRounds):
 
     def _models(self, state, ids, layout):
         before = np.repeat(state.server["global"][None], len(ids), axis=0)
-        return {"global_": state.server["global"], "tuned_": state.last_phase.get("tuned", before)}
+        return {
+            "global_": state.server["global"],
+            "tuned_": state.phase_arrays.get("tuned", before),
+        }
 
     def predict(self, X, *, groups=None):
         codes = self._encode_predict(X, groups)

@@ -13,7 +13,7 @@ def state_of(model):
 def parts_of(model):
     """Copies of all arrays of that state, and its history, by name."""
     state = state_of(model)
-    names = ("server", "clients", "last_phase", "schedule", "history")
+    names = ("server", "clients", "phase_arrays", "schedule", "history")
     return copy.deepcopy({name: getattr(state, name) for name in names})
 
 

@@ -47,5 +47,5 @@ def run_method(method, rows, plan, mechanism=None, state=None, protected=False, 
 
 
 def assert_same_state(one, other):
-    for name in ("server", "clients", "schedule", "last_phase", "history", "round", "bound"):
+    for name in ("server", "clients", "schedule", "phase_arrays", "history", "round", "bound"):
         np.testing.assert_equal(getattr(one, name), getattr(other, name))

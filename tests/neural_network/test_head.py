@@ -201,14 +201,14 @@ def test_a_clients_net_has_the_mode_as_its_last_layer(module, label_prior):
 def test_clients_share_the_variance_of_largest_evidence():
     model = fitted(n_rounds=1)
     assert len(set(model.head_variances_)) == 1
-    evidence = state_of(model).last_phase["evidence"]
+    evidence = state_of(model).phase_arrays["evidence"]
     assert model.head_variances_[0] == best_variances(evidence.sum(axis=0)[None])[0]
     assert model.head_variances_[0] > 0
 
 
 def test_with_noise_clients_choose_by_their_own_rows():
     model = fitted(**NOISE)
-    evidence = state_of(model).last_phase["evidence"]
+    evidence = state_of(model).phase_arrays["evidence"]
     expected = best_variances(evidence + log_prior())
     np.testing.assert_array_equal(model.head_variances_, expected)
     assert len(set(model.head_variances_)) > 1

@@ -146,7 +146,7 @@ def test_rounds_with_all_clients_are_the_same_bits():
     given = {"client_fraction": 1.0, "n_rounds": 3}
     plain, model = (fit(adaped(train_unsampled=on, **given)) for on in (False, True))
     one, other = parts_of(plain), parts_of(model)
-    assert other["last_phase"].pop("personal") is not None
+    assert other["phase_arrays"].pop("personal") is not None
     for name in ("received", "received_psi"):
         other["clients"].pop(name)
     other["schedule"].pop("following")

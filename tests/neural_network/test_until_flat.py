@@ -287,7 +287,7 @@ def test_personal_nets_make_up_for_missed_rounds_on_all_rows(monkeypatch):
     monkeypatch.setattr(_adaped, "CatchingUp", Spy)
     model = AdaPeDClassifier(recipe(), train_unsampled=2, client_fraction=0.4, **FLAT)
     state = state_of(model.fit(X, y, groups=groups))
-    missed = state.last_phase["personal"] != state.clients["personal"]
+    missed = state.phase_arrays["personal"] != state.clients["personal"]
     assert {size for size, _ in used} == {len(y)}
     assert sum(n for _, n in used) == missed.any(axis=1).sum() > 0
 

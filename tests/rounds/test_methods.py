@@ -107,7 +107,7 @@ def test_interrupted_rounds_are_the_same_bits(name):
 def test_the_last_phase_is_each_clients_own():
     """Three steps from the global model, on rows that nobody else decides on."""
     state, rows = run("fine-tuned"), table()
-    assert state.last_phase.keys() == {"tuned"}
+    assert state.phase_arrays.keys() == {"tuned"}
     np.testing.assert_array_equal(state.server["global"], run("fedavg").server["global"])
     rng = plan_of(12, RATE, SEED).late_generator(12, 1 << 101)
     rows = rows._replace(schedule=Reshuffled(4, 3))
@@ -117,7 +117,7 @@ def test_the_last_phase_is_each_clients_own():
             own = state.server["global"].copy()
             for batch in batches:
                 own -= STEP * slope(own, rows.X[batch], rows.y[batch])
-            np.testing.assert_allclose(state.last_phase["tuned"][i], own, rtol=1e-12)
+            np.testing.assert_allclose(state.phase_arrays["tuned"][i], own, rtol=1e-12)
 
 
 def test_a_last_phase_that_starts_from_the_clients_arrays_leaves_them_alone():
@@ -140,14 +140,16 @@ def test_a_last_phase_that_starts_from_the_clients_arrays_leaves_them_alone():
         for n_rounds in (4, 9):
             plan = plan_of(n_rounds, RATE, SEED)
             state = run_method(
-                each, rows, plan, state=state, observe=lambda seen: bool(seen.last_phase)
+                each, rows, plan, state=state, observe=lambda seen: bool(seen.phase_arrays)
             )
             assert state.round == n_rounds  # what was left is not seen in the rounds that go on
         states.append(state)
     for name in ("local", "mixing"):
         np.testing.assert_array_equal(states[1].clients[name], states[0].clients[name])
-    np.testing.assert_array_equal(states[1].last_phase["local"], states[0].clients["local"] + 1)
-    np.testing.assert_array_equal(states[1].last_phase["shared"][3], states[0].server["global"] + 1)
+    np.testing.assert_array_equal(states[1].phase_arrays["local"], states[0].clients["local"] + 1)
+    np.testing.assert_array_equal(
+        states[1].phase_arrays["shared"][3], states[0].server["global"] + 1
+    )
 
 
 @pytest.mark.parametrize("earlier", [None, "tuned"])
@@ -170,20 +172,20 @@ def test_a_last_phase_after_another_one_knows_what_that_one_left(earlier):
     second = LastPhase(compare, halve, Reshuffled(4, 1), after=first)
     state = run_method(plain, rows, plan_of(0, RATE, SEED))
     if earlier:
-        state.last_phase = {"tuned": np.ones((N, D))}
+        state.phase_arrays = {"tuned": np.ones((N, D))}
     method = plain._replace(last_phase=second)
     state = run_method(method, rows, plan_of(2, RATE, SEED), state=state)
     sizes = np.diff(rows.offsets)
-    assert state.last_phase.keys() == {"size", "share"}
-    np.testing.assert_array_equal(state.last_phase["size"], sizes)
-    np.testing.assert_allclose(state.last_phase["share"], sizes / sizes.sum() / 2)
+    assert state.phase_arrays.keys() == {"size", "share"}
+    np.testing.assert_array_equal(state.phase_arrays["size"], sizes)
+    np.testing.assert_allclose(state.phase_arrays["share"], sizes / sizes.sum() / 2)
 
 
 @every_method
 def test_a_view_of_the_state_cannot_be_written(name):
     """Also where the server's state holds a number."""
     state = run(name).view()
-    for group in (state.server, state.clients, state.schedule, state.last_phase):
+    for group in (state.server, state.clients, state.schedule, state.phase_arrays):
         for values in group.values():
             assert not values.flags.writeable
 
@@ -217,7 +219,7 @@ def test_a_client_whose_last_phase_overflows(protected):
     with np.errstate(all="ignore"):
         state = run_method(method, rows, plan, ClippedSum(1.0), protected=protected)
     if protected:
-        np.testing.assert_array_equal(state.last_phase["tuned"][2], state.server["global"])
-        assert np.isfinite(state.last_phase["tuned"]).all()
+        np.testing.assert_array_equal(state.phase_arrays["tuned"][2], state.server["global"])
+        assert np.isfinite(state.phase_arrays["tuned"]).all()
     else:
-        assert state.round < 3 or not np.isfinite(state.last_phase["tuned"][2]).all()
+        assert state.round < 3 or not np.isfinite(state.phase_arrays["tuned"][2]).all()

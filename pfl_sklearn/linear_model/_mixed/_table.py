@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.sparse import csr_array, hstack
 
 from pfl_sklearn._clients import client_batches, row_counts
 from pfl_sklearn._columns import column_bounds
@@ -111,21 +110,6 @@ class RegressionTable(NamedTuple):
             )
         return total
 
-    def cross_products(self, groupings=(), weights=None):
-        """Sparse weighted products (k, k) of clients, groupings, columns and labels.
-
-        `groupings` are triples: levels (n,) of the rows, the columns (n, r) whose coefficients vary
-        by level, and the number of levels. The products have the random columns by client (m q)
-        first, then each grouping's columns by level, the columns (p), and the labels. `weights`
-        (n,) default to those of the table.
-        """
-        weights = self.row_weights if weights is None else weights
-        by_client = self.codes, self.random, self.n_clients
-        blocks = [_by_level(*grouping) for grouping in (by_client, *groupings)]
-        blocks += [csr_array(self.columns), csr_array(self.y[:, None])]
-        design = hstack(blocks, format="csr")
-        return (design.T @ design.multiply(weights[:, None])).tocsr()
-
     def centred_columns(self, at, centre):
         """Blocks (k, c) of the columns `at` less their centre (c,), times roots of the weights."""
         for rows in row_slices(len(self.y), len(at), CACHED_CELLS):
@@ -146,15 +130,6 @@ def make_table(design, features, rows, **others):
         rows.weights,
         *column_layout(design),
         **others,
-    )
-
-
-def _by_level(codes, columns, n_levels):
-    """Columns (n, n_levels r) of which a row has those (r,) of its level, and zeros."""
-    n, r = columns.shape
-    at = codes[:, None] * r + np.arange(r)
-    return csr_array(
-        (columns.ravel(), at.ravel(), np.arange(0, n * r + 1, r)), shape=(n, n_levels * r)
     )
 
 

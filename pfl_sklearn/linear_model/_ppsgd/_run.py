@@ -152,7 +152,7 @@ def _design(model, table, earlier):
 def _split_design(model, design, y, plan):
     """Training rows and held-out rows, each in client order."""
     codes = plan.clients.codes
-    rng = np.random.default_rng(plan.order) if model.shuffle else None
+    rng = np.random.default_rng(plan.setup_seed) if model.shuffle else None
     fraction = model.validation_fraction if plan.until_flat else 0.0
     parts = split_rows(codes, len(plan.clients.now_at), fraction, rng)
     return [DesignRows(chosen_rows(design, rows), y[rows], codes[rows]) for rows in parts]

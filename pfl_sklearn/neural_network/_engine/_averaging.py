@@ -57,7 +57,7 @@ class MethodSetup(NamedTuple):
     - `server_step`: how the server steps along an average change; None: it adds the change.
     - `noisy_steps`: the mechanism that clients put their gradients through, or None.
     - `before`: the state that rounds go on from, or None.
-    - `order`: what seeds a generator of draws before the rounds, or None.
+    - `seed`: what seeds a generator of draws before the rounds, or None.
     - `personal`: what clients keep between rounds, as the method's class declares it.
     - `frozen`: whether the population stays as it is.
     """
@@ -75,7 +75,7 @@ class MethodSetup(NamedTuple):
     server_step: Any
     noisy_steps: NoisySteps | None
     before: State | None
-    order: tuple[int, ...] | None
+    seed: tuple[int, ...] | None
     personal: str
     frozen: bool = False
 

@@ -68,7 +68,7 @@ def final_loss(engine, nets, rows, by_rows):
 
     def losses(state):
         # Networks that the last phase made take the place of those of the rounds.
-        ended = replace(state, clients={**state.clients, **state.last_phase})
+        ended = replace(state, clients={**state.clients, **state.phase_arrays})
         loss = mean_loss(engine, nets, evaluated_rows, weights, ended, at_once)
         of_rows = np.repeat(weights / sizes, sizes)
         # Of equal targets the constant's loss is 0, and that of a network what rounding leaves.

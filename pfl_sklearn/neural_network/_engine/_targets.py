@@ -289,8 +289,8 @@ class LabelPriorMixin(NeuralClassifierMixin):
         They are as ``DirichletPrior.fit_sums`` takes them.
         """
         std, seed = label_noise_std(label_event(self)), None
-        if plan.order is not None:
-            seed = (*plan.order, 1 + rounds_run(plan.earlier))
+        if plan.setup_seed is not None:
+            seed = (*plan.setup_seed, 1 + rounds_run(plan.earlier))
         sums = LABEL_SUMS.release(counts, std, np.random.default_rng(seed))
         return {
             "frequencies": sums["frequencies"],

@@ -32,6 +32,7 @@ _ERRORS_WITH_VALUES = ("could not convert", "Complex data")
 NUMBER_KINDS = {"boolean", "integer", "floating", "decimal", "mixed-integer-float", "empty"}
 _ENCODER = "make_pipeline(TableEncoder(), ...), from pfl_sklearn.compose"
 OF_DATES = "holds dates or times, not numbers. Make numbers of them, such as days since a start"
+MAX_LEVELS = 30  # of a column that indicators encode
 LARGEST_EXACT = 2**53  # floats beyond it do not tell whole numbers apart
 LARGEST, SMALLEST = 1e150, 1e-140  # whose squares, and sums of them, keep all digits
 _SMALLEST_FOR_FOURTH_POWERS = 1e-60  # products of two variances are fourth powers
@@ -43,6 +44,11 @@ def check_distinct(names: Sequence[str]) -> None:
     name, count = Counter(names).most_common(1)[0] if names else ("", 0)
     if count > 1:
         raise ValueError(f"{count} columns of X are called {name!r}; rename them.")
+
+
+def suits_grouping(n_levels: int, n_rows: int, max_levels: int = MAX_LEVELS) -> bool:
+    """Whether levels are too many for indicators, but few enough to have two rows on average."""
+    return max_levels < n_levels <= n_rows / 2
 
 
 def check_one_per_row(name: str, values: Any) -> None:

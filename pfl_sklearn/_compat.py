@@ -14,6 +14,7 @@ from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import _safe_indexing as safe_indexing
 from sklearn.utils._param_validation import HasMethods, Interval, StrOptions
 from sklearn.utils._repr_html.estimator import _VisualBlock as VisualBlock
+from sklearn.utils._set_output import _get_output_config
 from sklearn.utils.metaestimators import available_if as _available_if
 from sklearn.utils.validation import (
     _check_feature_names_in as check_feature_names_in,
@@ -143,6 +144,12 @@ def fit_tasks(estimator: Any) -> Iterator[str]:
         task = task.parent
 
 
+def output_library(transformer: Any) -> str | None:
+    """Library of the frames that ``set_output`` asks of a transformer; None if it asks for none."""
+    library: str = _get_output_config("transform", transformer)["dense"]
+    return None if library == "default" else library
+
+
 def response_methods(scorer: Any) -> tuple[str, ...]:
     """Names of the methods of which a scorer needs one; () if that is unknown."""
     names = getattr(scorer, "_response_method", None) or ()
@@ -169,6 +176,7 @@ __all__ = [
     "fit_tasks",
     "names_class",
     "num_samples",
+    "output_library",
     "response_methods",
     "safe_indexing",
     "with_callbacks",

@@ -6,10 +6,10 @@ import narwhals as nw
 import numpy as np
 import pandas as pd
 
-from pfl_sklearn._columns import NUMBER_KINDS, as_floats
+from pfl_sklearn._columns import NUMBER_KINDS, as_floats, suits_grouping
 from pfl_sklearn._typing import Floats
 
-NUMBERS, STRINGS = "numbers", "strings"
+NUMBERS, STRINGS, PASSED = "numbers", "strings", "anything"
 # pandas' names for what a column of Python objects holds.
 _OBJECTS = {"string": STRINGS, **dict.fromkeys(NUMBER_KINDS, NUMBERS)}
 
@@ -40,6 +40,8 @@ class LevelPlan(NamedTuple):
     shares: Floats  # (k,) of rows: levels, then "other" and "missing" if these are levels
     other: int = -1  # position of "other" among the k, -1 for none
     missing: int = -1
+    n_frequent: int = 0  # levels with enough rows for a column
+    share_merged: float = 0.0  # of rows: those of frequent levels that are merged
     kind: str = STRINGS
 
     @property
@@ -59,6 +61,13 @@ class LevelPlan(NamedTuple):
         positions = np.where(codes < 0, if_missing, positions)
         # Position -1, without a level: the average row, rather than one of the reference level.
         return np.vstack([np.eye(len(self.shares)), self.shares])[positions][:, 1:]
+
+
+class PassPlan(NamedTuple):
+    """A column that is handed on as it is."""
+
+    suffixes: tuple[str, ...] = ("",)
+    kind: str = PASSED
 
 
 def read_column(column):
@@ -110,8 +119,9 @@ def level_plan(values, categories, min_rows, max_levels):
     else:
         order = [category for category in categories if category in counts.index]
     rows = np.array([counts[level] for level in order], dtype=np.float64)
-    most_frequent = np.argsort(-rows, kind="stable")[:max_levels]
-    common = np.sort(most_frequent[rows[most_frequent] >= min_rows])
+    by_size = np.argsort(-rows, kind="stable")
+    frequent = by_size[rows[by_size] >= min_rows]
+    common = np.sort(frequent[:max_levels])
     sizes, n_missing = list(rows[common]), int(missing.sum())
     n_other = len(values) - n_missing - sum(sizes)
     if n_missing < min_rows:  # too few for a level, so they count as "other"
@@ -124,7 +134,15 @@ def level_plan(values, categories, min_rows, max_levels):
     if len(sizes) < 2:
         return None
     shares = np.array(sizes) / sum(sizes)
-    return LevelPlan([order[k] for k in common], shares, other_at, missing_at)
+    share_merged = rows[frequent[max_levels:]].sum() / len(values)
+    return LevelPlan(
+        [order[k] for k in common], shares, other_at, missing_at, len(frequent), share_merged
+    )
+
+
+def has_many_levels(values, max_levels):
+    """Whether values (n,) have more than `max_levels` levels, and rows enough to group by them."""
+    return suits_grouping(pd.Series(values, dtype=object).nunique(), len(values), max_levels)
 
 
 def plan_of_levels(levels):
@@ -137,6 +155,22 @@ def _numbers_first(level):
     """Sorting key for levels of mixed types: numbers by value, then strings."""
     is_number = isinstance(level, int | float | np.number)
     return (not is_number, level if is_number else 0, str(level))
+
+
+def join_columns(encoded, passed, names, library=None):
+    """Narwhals frame of the named columns: encoded ones of a frame, and `passed` ones by name.
+
+    It is one of `library`, "pandas" or "polars", if that is given.
+    """
+    columns = [passed[name].alias(name) if name in passed else encoded[name] for name in names]
+    if library in (None, encoded.implementation.value):
+        return encoded.select(columns)
+    values = {name: encoded[name].to_numpy() for name in encoded.columns}
+    for name, column in passed.items():
+        cells = exact_values(column)
+        cells[pd.isna(cells)] = None  # polars takes no NaN among strings
+        values[name] = cells.tolist()
+    return nw.from_dict({name: values[name] for name in names}, backend=library)
 
 
 def distinct_names(names):

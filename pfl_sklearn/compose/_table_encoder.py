@@ -11,18 +11,29 @@ from sklearn.base import TransformerMixin
 from sklearn.utils import InputTags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._columns import check_distinct, check_exact_levels, column_labels
-from pfl_sklearn._compat import BaseEstimator, StrOptions, check_feature_names_in, fit_context
+from pfl_sklearn._columns import MAX_LEVELS, check_distinct, check_exact_levels, column_labels
+from pfl_sklearn._compat import (
+    BaseEstimator,
+    StrOptions,
+    check_feature_names_in,
+    fit_context,
+    output_library,
+)
 from pfl_sklearn._fitted import FittedMixin, column_attributes
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.compose._table_columns import (
     NUMBERS,
+    PASSED,
     STRINGS,
+    LevelPlan,
     NumberPlan,
+    PassPlan,
     distinct_names,
     exact_values,
+    has_many_levels,
+    join_columns,
     level_plan,
     number_plan,
     plan_of_levels,
@@ -46,6 +57,11 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         missing values into "missing", if the merged level has at least that many rows.
     max_levels : int, >= 1, default=30
         Number of levels of a column that get a column of their own, the most frequent ones.
+    many_levels : {"merge", "pass"}, default="merge"
+        What to do with columns of strings or categories that have more than `max_levels` levels.
+        "merge" merges the less frequent levels into "other", with a warning. "pass" hands the
+        column on as it is, for a model with `groupings`, if it has at most half as many levels as
+        rows.
     levels : dict of lists or None, default=None
         Levels of columns of strings by name, the reference first. They are used as given.
     medians : dict of floats or None, default=None
@@ -67,8 +83,8 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     ValueError
         For dates and mixed types, infinite values, two columns of one name, a column of strings
         that held numbers in ``fit``, a column of floats whose given levels are integers beyond
-        2**53, and, with both `levels` and `medians`, strings without levels and
-        ``unsupported="drop"``.
+        2**53, and, with both `levels` and `medians`, strings without levels,
+        ``unsupported="drop"`` and ``many_levels="pass"``.
 
     Notes
     -----
@@ -81,7 +97,10 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     - Columns without values or with one level are left out with a warning, and so are ids, all of
       whose levels are rare. Repeated names get an underscore.
     - A data frame gives a frame of the same library, an array gives an array, unless ``set_output``
-      says otherwise.
+      says otherwise. With a column that is passed on, the array holds objects.
+    - A model behind ``many_levels="pass"`` needs the columns as `groupings`, such as
+      :class:`~pfl_sklearn.PersonalizedLinearRegression`, which finds those with more than 30 levels
+      in a data frame itself (``groupings="auto"``). Other models refuse the strings.
     - With both `levels` and `medians`, which must not come from the data, a private model behind
       the encoder keeps its promise; see :func:`~pfl_sklearn.privacy.privacy_of`. Missing values
       without a given median stay missing. No row's encoding depends on another row: levels match
@@ -100,7 +119,8 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     """
 
     min_rows: int = parameter(default=10, ranges=[AT_LEAST_ONE])
-    max_levels: int = parameter(default=30, ranges=[AT_LEAST_ONE])
+    max_levels: int = parameter(default=MAX_LEVELS, ranges=[AT_LEAST_ONE])
+    many_levels: str = parameter(default="merge", ranges=[StrOptions({"merge", "pass"})])
     levels: dict[str, list[Any]] | None = parameter(default=None, ranges=[Mapping, None])
     medians: dict[str, float] | None = parameter(default=None, ranges=[Mapping, None])
     unsupported: str = parameter(default="error", ranges=[StrOptions({"error", "drop"})])
@@ -123,6 +143,12 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
                 "could remove a column for all; leave the column out of X, or set "
                 "unsupported='error'."
             )
+        if self._is_specified and self.many_levels == "pass":
+            # Which columns pass depends on the levels in the rows.
+            raise ValueError(
+                "many_levels='pass' does not go with both levels and medians, with which nothing "
+                "is learned from the rows; set many_levels='merge'."
+            )
         frame, columns = self._read_for_fit(X)
         _check_specified(self.levels, self.medians, frame.columns)
         plans = {name: self._plan(name, frame[name]) for name in frame.columns}
@@ -130,6 +156,7 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         if dropped:
             listed = "; ".join(f"{name!r} ({reason})" for name, reason in dropped.items())
             warn_caller(f"{type(self).__name__} leaves out columns of X: {listed}.", UserWarning)
+        self._warn_of_merged(plans)
         attributes = {
             "_plans": {name: plan for name, plan in plans.items() if name not in dropped},
             "dropped_": dropped,
@@ -153,6 +180,8 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         if values is None:
             return self._refuse(name, f"it holds {kind}")
         if kind == STRINGS:
+            if self.many_levels == "pass" and has_many_levels(values, self.max_levels):
+                return PassPlan()
             categories = list(column.dtype.categories) if column.dtype == nw.Enum else None
             plan = level_plan(values, categories, self.min_rows, self.max_levels)
             few = f"no two levels have min_rows={self.min_rows} rows"
@@ -162,6 +191,30 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         if name in medians:
             return NumberPlan(float(medians[name]), True)
         return number_plan(values, self.min_rows) or _ALL_MISSING
+
+    def _warn_of_merged(self, plans):
+        """Warn of columns, by their plans, whose frequent levels are merged."""
+        merged = {
+            name: plan
+            for name, plan in plans.items()
+            if isinstance(plan, LevelPlan) and plan.share_merged > 0
+        }
+        if not merged:
+            return
+        listed = "; ".join(
+            f"{name!r} ({plan.n_frequent} levels; {100 * plan.share_merged:.1f} % of the rows are "
+            "merged)"
+            for name, plan in merged.items()
+        )
+        advice = "raise max_levels, or set many_levels='pass' in front of a model with groupings"
+        if self.many_levels == "pass":
+            advice = "they have too many levels for their rows to be passed on; raise max_levels"
+        warn_caller(
+            f"{type(self).__name__} merges levels into 'other', because columns of X have more "
+            f"than max_levels={self.max_levels} levels of at least min_rows={self.min_rows} rows: "
+            f"{listed}; {advice}.",
+            UserWarning,
+        )
 
     def _refuse(self, name, reason):
         """The reason to leave out a column; ValueError if such columns are errors."""
@@ -187,19 +240,34 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         Returns
         -------
         dataframe or ndarray of shape (n_rows, n_columns_out)
+            Floats, and columns that are passed on as they are.
         """
         check_is_fitted(self)
         frame = self._read_table(X, reset=False)
         # As in fit; for an array after a frame, scikit-learn has warned.
         frame = frame.rename(dict(zip(frame.columns, self._columns, strict=True)))
-        parts = [plan.encode(self._values(frame[name], plan)) for name, plan in self._plans.items()]
+        parts = [
+            plan.encode(self._values(frame[name], plan))
+            for name, plan in self._plans.items()
+            if plan.kind != PASSED
+        ]
         values = np.hstack([np.empty((len(frame), 0)), *parts])
         names = list(self.get_feature_names_out())
-        if not hasattr(X, "columns"):
+        sources = [(name, plan) for name, plan in self._plans.items() for _ in plan.suffixes]
+        passed = {
+            out: frame[name]
+            for out, (name, plan) in zip(names, sources, strict=True)
+            if plan.kind == PASSED
+        }
+        is_array = not hasattr(X, "columns")
+        if is_array and not passed:
             return values
-        if hasattr(X, "iloc"):
-            return pd.DataFrame(values, index=X.index, columns=names)
-        return nw.from_numpy(values, schema=names, backend=frame.implementation).to_native()
+        encoded = _frame_like(frame, values, [name for name in names if name not in passed])
+        if not passed:
+            return encoded.to_native()
+        library = output_library(self)  # which would make objects of numbers beside strings
+        output = join_columns(encoded, passed, names, library).to_native()
+        return output.to_numpy(dtype=object) if is_array and library is None else output
 
     def _values(self, column, plan):
         """Values (n,) of a column as its plan takes them."""
@@ -293,6 +361,15 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         tags.input_tags = InputTags(string=True, categorical=True, allow_nan=True)
         tags.transformer_tags.preserves_dtype = []
         return tags
+
+
+def _frame_like(frame, values, names):
+    """Values (n, k) as a narwhals frame with the library and the index of another."""
+    native = frame.to_native()
+    if hasattr(native, "iloc"):
+        values = pd.DataFrame(values, index=native.index, columns=names)
+        return nw.from_native(values, eager_only=True)
+    return nw.from_numpy(values, schema=names, backend=frame.implementation)
 
 
 def _check_strings(X, levels):

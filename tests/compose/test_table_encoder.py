@@ -4,12 +4,15 @@ import datetime
 import math
 import re
 
+import narwhals as nw
 import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies as st
 from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -21,7 +24,7 @@ from pfl_sklearn import (
     PPSGDClassifier,
     privacy_of,
 )
-from pfl_sklearn.compose import TableEncoder
+from pfl_sklearn.compose import PersonalizedStackingRegressor, TableEncoder
 from pfl_sklearn.priors import GaussianPrior
 
 RANDOM = ["intercept", "experience"]
@@ -46,7 +49,9 @@ def people(n_rows=240, seed=0):
     return table, y
 
 
-@parametrize_with_checks([TableEncoder(), TableEncoder(min_rows=1, unsupported="drop")])
+@parametrize_with_checks(
+    [TableEncoder(), TableEncoder(min_rows=1, unsupported="drop", many_levels="pass")]
+)
 def test_sklearn_checks(estimator, check):
     check(estimator)
 
@@ -108,9 +113,21 @@ def test_an_unseen_level_without_others_is_the_average_row():
     np.testing.assert_allclose(encoder.transform(pd.DataFrame({"w": ["new", "c"]})), 0.25)
 
 
-def test_the_most_frequent_levels_are_kept():
-    encoder = TableEncoder(min_rows=1, max_levels=2).fit(strings(a=1, b=3, c=2))
-    assert encoder.get_feature_names_out().tolist() == ["w_c", "w_other"]
+def test_the_most_frequent_levels_are_kept_with_a_warning():
+    encoder = TableEncoder(min_rows=2, max_levels=2)
+    message = r"max_levels=2 levels .*: 'w' \(4 levels; 40\.0 % of the rows are merged\); raise"
+    with pytest.raises(UserWarning, match=message):
+        encoder.fit(strings(a=2, b=3, c=2, d=2, rare=1))
+    assert not hasattr(encoder, "n_features_in_")
+    with pytest.warns(UserWarning, match=message):
+        encoder.fit(strings(a=2, b=3, c=2, d=2, rare=1))
+    assert encoder.get_feature_names_out().tolist() == ["w_b", "w_other"]
+
+
+def test_given_levels_are_never_too_many():
+    encoder = TableEncoder(max_levels=2, min_rows=1, levels={"w": list("abc")}, many_levels="pass")
+    names = encoder.fit(strings(a=2, b=2, c=2)).get_feature_names_out().tolist()
+    assert names == ["w_b", "w_c"]
 
 
 def test_few_missing_values_are_filled_without_an_indicator():
@@ -193,6 +210,140 @@ def test_any_table_becomes_finite_numbers_under_the_same_names(frames, min_rows)
         assert found.columns.tolist() == names
         assert len(found) == len(frame)
         assert np.isfinite(found.to_numpy()).all()
+
+
+# Columns that are passed on -----------------------------------------------------------------------
+
+PASS = TableEncoder(many_levels="pass")
+LIBRARIES = {
+    "pandas": pd.DataFrame,
+    "category": lambda cells: pd.DataFrame(cells).astype({"state": "category"}),
+    "polars": pl.DataFrame,
+    "pyarrow": pa.table,
+}
+
+
+def states(kind="pandas", n_rows=1200):
+    """Rows of people in 51 states, one of which is missing, and a response with state effects."""
+    table, y = people(n_rows)
+    rng = np.random.default_rng(1)
+    codes = rng.integers(51, size=n_rows)
+    names = [f"s{code}" for code in codes]
+    columns = {name: table[name].to_list() for name in ("county", "experience")}
+    cells = {**columns, "state": [None, *names[1:]], "degree": table["degree"].to_list()}
+    return LIBRARIES[kind](cells), y.to_numpy() + 3 * rng.normal(size=51)[codes]
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_a_column_of_many_levels_is_passed_on_as_it_is(kind):
+    table, _ = states(kind)
+    output = clone(PASS).fit_transform(table)
+    assert type(output) is type(table)
+    frame, passed = nw.from_native(output), nw.from_native(table)["state"]
+    assert frame.columns[-4:] == ["experience", "state", "degree_MA", "degree_PhD"]
+    assert frame["state"].dtype == passed.dtype
+    assert frame["state"].to_list()[1:] == passed.to_list()[1:]
+    assert frame["state"].is_null().to_list() == passed.is_null().to_list()
+    rest = nw.from_native(table).drop("state").to_native()
+    encoded = nw.from_native(TableEncoder().fit_transform(rest))
+    np.testing.assert_array_equal(frame.drop("state").to_numpy(), encoded.to_numpy())
+    alone = nw.from_native(table).select("state").to_native()
+    assert nw.from_native(clone(PASS).fit_transform(alone)).shape == (1200, 1)
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+@pytest.mark.parametrize("kind", [*LIBRARIES, "array"])
+def test_numbers_beside_a_passed_column_stay_numbers(kind, library):
+    table, _ = states("pandas" if kind == "array" else kind)
+    table = table.to_numpy(dtype=object) if kind == "array" else table
+    encoder = clone(PASS).set_output(transform=library)
+    frame = nw.from_native(encoder.fit_transform(table))
+    assert frame.implementation.value == library
+    assert frame.columns == encoder.get_feature_names_out().tolist()
+    assert [dtype == nw.Float64 for dtype in frame.schema.values()] == [True] * 6 + [
+        False,
+        *[True] * 2,
+    ]
+
+
+def test_an_array_gives_an_array_of_objects():
+    table, _ = states()
+    encoder = clone(PASS)
+    output = encoder.fit_transform(table.to_numpy(dtype=object))
+    assert output.dtype == object
+    at = encoder.get_feature_names_out().tolist().index("x2")
+    assert pd.isna(output[0, at])
+    assert output[1:, at].tolist() == table["state"][1:].tolist()
+
+
+def test_new_rows_pass_with_any_values_under_their_index():
+    table, _ = states()
+    new = table[:3].assign(state=["unknown", None, 3]).set_axis([7, 7, 5])
+    output = clone(PASS).fit(table).transform(new)
+    pd.testing.assert_series_equal(output["state"], new["state"])
+
+
+def test_levels_that_have_too_few_rows_do_not_pass():
+    table = strings(**{f"id{k}": 1 for k in range(6)}, a=2, b=2)
+    encoder = TableEncoder(min_rows=1, max_levels=4, many_levels="pass")
+    with pytest.warns(
+        UserWarning, match=r"'w' \(8 levels; 40\.0 % .* too many levels for their rows"
+    ):
+        encoder.fit(table)
+    assert encoder.get_feature_names_out()[-1] == "w_other"
+    assert encoder.fit(pd.concat([table] * 2)).get_feature_names_out().tolist() == ["w"]
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_a_model_with_groupings_takes_passed_columns(kind):
+    table, y = states(kind)
+    model = PersonalizedLinearRegression(random="intercept")
+    pipeline = ClientColumn(make_pipeline(clone(PASS), model), column="county").fit(table, y)
+    frame, _ = states()
+    plain = ClientColumn(clone(model), column="county")
+    encoded = TableEncoder().fit_transform(frame[["degree"]])
+    expected = plain.fit(frame.drop(columns="degree").join(encoded), y)
+    found = pipeline.predict(table)
+    np.testing.assert_allclose(found, expected.predict(frame.drop(columns="degree").join(encoded)))
+    assert np.std(y - found) < 1.1  # the noise has 1
+
+
+def test_searches_compare_merging_and_passing():
+    table, y = states()
+    model = make_pipeline(TableEncoder(), PersonalizedLinearRegression(random="intercept"))
+    search = GridSearchCV(
+        ClientColumn(model, column="county"),
+        {"estimator__tableencoder__many_levels": ["merge", "pass"]},
+        scoring="neg_mean_squared_error",
+        cv=3,
+    )
+    with pytest.warns(UserWarning, match="'state' "):
+        search.fit(table, y)
+    merged, passed = -search.cv_results_["mean_test_score"]
+    assert passed < merged / 2
+    scores = cross_validate(search.best_estimator_, table, y, cv=3)["test_score"]
+    assert (scores > 0.8).all()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [PersonalizedLinearRegression(groupings=None), PersonalizedLogisticRegression()],
+    ids=repr,
+)
+def test_a_model_without_groupings_refuses_passed_columns(model):
+    table, y = states()
+    model = ClientColumn(make_pipeline(clone(PASS), model), column="county")
+    with pytest.raises(ValueError, match="column 'state' of X holds strings, not numbers"):
+        model.fit(table, y > 0)
+
+
+def test_a_stack_warns_of_merged_levels_and_refuses_passed_columns():
+    table, y = states()
+    X, groups = table.drop(columns="county"), table["county"]
+    with pytest.raises(UserWarning, match=r"TableEncoder merges .*'state'"):
+        PersonalizedStackingRegressor().fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match=r"^column 'state' of X holds strings, not numbers"):
+        PersonalizedStackingRegressor(passthrough=clone(PASS)).fit(X, y, groups=groups)
 
 
 # Before the models --------------------------------------------------------------------------------
@@ -282,7 +433,9 @@ def test_what_was_given_costs_no_privacy():
     assert any("levels and medians of step 'tableencoder'" in each for each in report.assumptions)
 
 
-@pytest.mark.parametrize("options", [{}, *({name: SPECIFIED[name]} for name in SPECIFIED)])
+@pytest.mark.parametrize(
+    "options", [{}, {"many_levels": "pass"}, *({name: SPECIFIED[name]} for name in SPECIFIED)]
+)
 def test_what_was_learned_is_not_covered(options):
     table, y = people()
     model = private(TableEncoder(**options)).fit(table, y)
@@ -402,6 +555,8 @@ def test_given_levels_and_medians_drop_no_column():
     options = {"levels": {"degree": ["BA", "MA", "PhD"]}, "medians": {"age": 40.0}}
     with pytest.raises(ValueError, match=r"unsupported='drop' does not go with both levels and"):
         private(TableEncoder(**options, unsupported="drop")).fit(table, y)
+    with pytest.raises(ValueError, match=r"many_levels='pass' does not go with both levels and"):
+        private(TableEncoder(**options, many_levels="pass")).fit(table, y)
     tainted = table.assign(experience=["refused", *table["experience"][1:]])
     with pytest.raises(ValueError, match="'experience' of X cannot be encoded") as caught:
         private(TableEncoder(**options)).fit(tainted, y)

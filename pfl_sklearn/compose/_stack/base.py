@@ -1,5 +1,6 @@
 """Base class of the stacks for regression and for classification."""
 
+import warnings
 from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
@@ -108,8 +109,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         from as many folds of whole clients.
     passthrough : bool or transformer, default=True
         Columns that the final estimator gets with the predictions. True: all, by a
-        :class:`~pfl_sklearn.compose.TableEncoder`, with a warning for columns that it leaves out.
-        A transformer is fitted to all rows of `X`, without y.
+        :class:`~pfl_sklearn.compose.TableEncoder`, with a warning for columns that it leaves out
+        and for levels that it merges (``TableEncoder(max_levels=60)`` keeps more). A transformer is
+        fitted to all rows of `X`, without y, and must return numbers.
     fallback : bool, default=True
         Let parts of the stack predict, alone or averaged; see Notes. False: always the whole stack.
     unseen : {"warn", "population", "error"}, default="warn"
@@ -306,7 +308,11 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     def _fitted_transformers(self, X):
         """Encoder of the table for default base estimators, or None, and the passthrough."""
-        encoder = fit_passthrough(True, X) if self._is_default else None
+        with warnings.catch_warnings():
+            if self.passthrough is not True:
+                # The user chose an encoding for the final estimator, and has no choice for trees.
+                warnings.filterwarnings("ignore", "TableEncoder merges")
+            encoder = fit_passthrough(True, X) if self._is_default else None
         if encoder is not None and not len(encoder.get_feature_names_out()):
             if not encoder.dropped_:
                 raise ValueError("X has no columns; expected at least one feature.")

@@ -5,7 +5,7 @@ import numpy as np
 import pandas as pd
 from sklearn.base import clone
 
-from pfl_sklearn._columns import as_floats
+from pfl_sklearn._columns import as_floats, name_bad_columns
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.compose._inner_estimators import SMALLEST_PROBABILITY
@@ -36,13 +36,15 @@ def fit_passthrough(passthrough, X):
     transformer = clone(passthrough)
     try:
         # Once for all folds: without y, nothing about a test row's response can leak.
-        _dense(transformer.fit_transform(X))
+        output = transformer.fit_transform(X)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"passthrough={passthrough!r} could not be fitted without y: "
             f"{str(error).rstrip('.')}. "
             "Put a transformer that needs y inside an estimator, as a step of its pipeline."
         ) from error
+    with name_bad_columns(output):
+        _dense(output)
     return transformer
 
 

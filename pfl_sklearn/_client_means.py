@@ -118,9 +118,8 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         if self.means_.ndim == 2:
             names = [f"mean_{k}" for k in range(self.means_.shape[1])]
         m = len(self.means_)
-        return client_table(
-            self.clients_, names, self.means_.reshape(m, -1), self.stds_.reshape(m, -1)
-        )
+        values, stds = self.means_.reshape(m, -1), self.stds_.reshape(m, -1)
+        return client_table("client", self.clients_, names, values, stds)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

@@ -5,9 +5,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import Array
 from pfl_sklearn._typing import Floats
+from pfl_sklearn._unwrap import without_groupings
 
 _DECIMALS = 4  # of printed numbers: most summaries are then about 80 characters wide
 
@@ -36,9 +38,11 @@ def class_quantity(estimator: Any, quantity: str) -> str | None:
     return f"{quantity} of {classes[1]}" if len(classes) == 2 else None
 
 
-def client_table(clients: Array, names: Sequence[str], values: Floats, stds: Any) -> pd.DataFrame:
-    """Columns of values (m, k) of m clients, and of their standard deviations if there are any."""
-    columns = ["client", *names, *(() if stds is None else [f"{name}_std" for name in names])]
+def client_table(
+    id_name: str, ids: Array, names: Sequence[str], values: Floats, stds: Any
+) -> pd.DataFrame:
+    """Columns of values (m, k) of m ids, and of their standard deviations if there are any."""
+    columns = [id_name, *names, *(() if stds is None else [f"{name}_std" for name in names])]
     twice = [name for name in columns if columns.count(name) > 1]
     if twice:
         raise ValueError(
@@ -46,7 +50,7 @@ def client_table(clients: Array, names: Sequence[str], values: Floats, stds: Any
         )
     parts = [values] if stds is None else [values, stds]
     table = pd.DataFrame(np.concatenate(parts, axis=1), columns=columns[1:])
-    table.insert(0, "client", clients)
+    table.insert(0, id_name, ids)
     return table
 
 
@@ -60,13 +64,36 @@ class CoefTableMixin:
     fit_intercept: bool
     n_features_in_: int
 
-    def coef_table(self, feature_names: Sequence[str] | None = None) -> pd.DataFrame:
+    @property
+    def coef_names_(self) -> Array:
+        """Names of the columns of `coef_`: the features of ``fit``, or x0, x1, ..."""
+        check_is_fitted(self)
+        names = getattr(self, "feature_names_in_", None)
+        if names is None:
+            return np.array([f"x{j}" for j in range(self._n_coefficients)], dtype=object)
+        return np.array(without_groupings(self, list(names)), dtype=object)
+
+    @property
+    def _n_coefficients(self) -> int:
+        """Number of features, which are the columns that are not groupings."""
+        return self.n_features_in_
+
+    def coef_table(
+        self,
+        feature_names: Sequence[str] | None = None,
+        *,
+        grouping: str | int | None = None,
+    ) -> pd.DataFrame:
         """Table of the clients' coefficients, for a join with rows in a database.
 
         Parameters
         ----------
         feature_names : array-like of str, shape (d,), default=None
-            Names of the features. None: those of `X` in ``fit``, or x0, x1, ...
+            Names of the features, with or without those of groupings. None: those of `X` in
+            ``fit``, or x0, x1, ...
+        grouping : str or int, default=None
+            A column of `groupings`, by its name or index, for the table of its levels. None: the
+            clients.
 
         Returns
         -------
@@ -77,31 +104,56 @@ class CoefTableMixin:
             coefficients of the second. Posterior standard deviations, if any, follow as
             "intercept_std" and so on.
 
+            With `grouping`, one row per level with the columns "level" and, for each coefficient
+            that varies by level, the effect to add to the client's coefficient. Levels that have no
+            row add nothing.
+
         Raises
         ------
         ValueError
-            For another number of names, and if two columns had the same name.
+            For another number of names, if two columns had the same name, and for a `grouping` that
+            has no effects.
         """
         self._require_fitted("clients_")  # type: ignore[attr-defined]
-        labels = (
-            getattr(self, "feature_names_in_", None) if feature_names is None else feature_names
-        )
-        if isinstance(labels, str) or not (labels is None or isinstance(labels, Iterable)):
-            raise ValueError(f"feature_names must be a list of names; got {feature_names!r}.")
-        d = self.n_features_in_
-        names = [f"x{j}" for j in range(d)] if labels is None else [str(name) for name in labels]
-        if len(names) != d:
-            raise ValueError(f"feature_names must name {d} features; got {len(names)} names.")
-        values = np.asarray(self.coef_)
+        names = self._names_of_coefficients(feature_names)
         if self.fit_intercept:
             names = ["intercept", *names]
+        if grouping is not None:
+            return self._table_of_levels(grouping, names)
+        values = np.asarray(self.coef_)
+        if self.fit_intercept:
             values = np.concatenate([np.asarray(self.intercept_)[..., None], values], axis=-1)
         if values.ndim == 3:
             outputs = getattr(self, "classes_", range(values.shape[1]))
             names = [f"{output}: {name}" for output in outputs for name in names]
         stds, m = self._coefficient_stds(), len(values)
         stds = None if stds is None else stds.reshape(m, -1)
-        return client_table(self.clients_, names, values.reshape(m, -1), stds)
+        return client_table("client", self.clients_, names, values.reshape(m, -1), stds)
+
+    def _names_of_coefficients(self, feature_names):
+        """Names of the features, checked if they are given."""
+        if feature_names is None:
+            return [str(name) for name in self.coef_names_]
+        if isinstance(feature_names, str) or not isinstance(feature_names, Iterable):
+            raise ValueError(f"feature_names must be a list of names; got {feature_names!r}.")
+        names = without_groupings(self, [str(name) for name in feature_names])
+        d = self._n_coefficients
+        if len(names) != d:
+            raise ValueError(f"feature_names must name {d} features; got {len(names)} names.")
+        return names
+
+    def _table_of_levels(self, grouping, names):
+        """Table of the effects of a grouping's levels."""
+        fitted = {levels.name: levels for levels in getattr(self, "_levels", ())}
+        if grouping not in fitted:
+            raise ValueError(
+                f"grouping must be one of the groupings with effects, {list(fitted)}; got "
+                f"{grouping!r}."
+            )
+        levels = fitted[grouping]
+        at = self._design.order[levels.positions]  # type: ignore[attr-defined]
+        names = [names[k] for k in at]
+        return client_table("level", levels.levels, names, levels.effects, None)
 
     def _coefficient_stds(self) -> Any:
         """Standard deviations (m, [c,] p), the intercept first; None without a posterior."""

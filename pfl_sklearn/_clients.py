@@ -6,6 +6,7 @@ out. Everything after that works on codes.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import date
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -91,6 +92,28 @@ def match_clients(
             f"have {known_kind} ids (such as {format_id(known[0])}); give them in the same type."
         )
     return _positions_of_ids(new.ids, known)[new.codes]
+
+
+def encode_levels(values: Any, name: str) -> EncodedClients:
+    """EncodedClients of the levels in a column (n_rows,), whose missing values get the code -1."""
+    present = ~np.asarray(pd.isna(values))
+    codes = np.full(len(values), -1, dtype=np.intp)
+    ids, codes[present] = encode_clients(_as_labels(values[present]), int(present.sum()), name)
+    return EncodedClients(ids, codes)
+
+
+def match_levels(values: Any, known: Array, name: str) -> Codes:
+    """Position of every row's level in the sorted array `known`; -1 for others and missing ones."""
+    present = ~np.asarray(pd.isna(values))
+    codes = np.full(len(values), -1, dtype=np.intp)
+    labels, of_known = _as_labels(values[present]), "its levels in fit"
+    codes[present] = match_clients(labels, int(present.sum()), known, name, of_known)
+    return codes
+
+
+def _as_labels(values: Any) -> Any:
+    # Levels are exact values, although floats: a missing value turns integers into floats.
+    return pd.Categorical(values) if values.dtype.kind == "f" else values
 
 
 def encode_ids(ids: Array) -> EncodedClients:
@@ -428,6 +451,12 @@ def split_columns(X: Any, columns: dict[str, int | str]) -> tuple[Any, list[Any]
     positions = [_position(X, column, role) for role, column in columns.items()]
     if len(set(positions)) < len(positions):
         raise ValueError(f"ClientColumn got one column of X for two purposes: {columns}.")
+    return split_positions(X, positions)
+
+
+def split_positions(X: Any, positions: Collection[int]) -> tuple[Any, list[Any]]:
+    """Split a table into its other columns and the values of those at some positions, in order."""
+    positions = list(positions)
     remaining = np.setdiff1d(np.arange(X.shape[1]), positions)
     if hasattr(X, "iloc"):
         values = [X.iloc[:, k] for k in positions]

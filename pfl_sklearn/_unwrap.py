@@ -128,6 +128,19 @@ def transform_before_last(pipeline: Any, X: Any, groups: Any) -> Any:
         return steps.transform(X, groups=groups)
 
 
+def transform_for_inner(
+    estimator: Any, X: Any, params: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Rows, and parameters such as groups, as the estimator directly inside gets them."""
+    if isinstance(estimator, FrozenEstimator):
+        return transform_for_inner(estimator.estimator, X, params)
+    if isinstance(estimator, Pipeline):
+        return transform_before_last(estimator, X, params["groups"]), params
+    if hasattr(estimator, "_inner_input"):  # a wrapper of this package
+        return estimator._inner_input(X, params)
+    return X, params
+
+
 def takes_groups(estimator: Any, method: str, name: str = "groups") -> bool:
     """Whether a method uses client ids (or metadata `name`), or hands them on to what does."""
     if isinstance(estimator, FrozenEstimator):
@@ -146,13 +159,21 @@ def innermost_estimator(estimator: Any) -> Any:
 
 
 def feature_names_of(estimator: Any) -> list[str] | None:
-    """Names of the features of the innermost estimator; None if unknown."""
+    """Names of the features of the innermost estimator, without groupings; None if unknown."""
     # These are its own names, or the output names of the steps before it.
     names = getattr(estimator, "feature_names_in_", None)
     while (inner := inner_estimator(estimator)) is not None:
         names = getattr(inner, "feature_names_in_", _output_names(estimator, inner, names))
         estimator = inner
-    return None if names is None else [str(name) for name in names]
+    return None if names is None else without_groupings(estimator, [str(name) for name in names])
+
+
+def without_groupings(fitted: Any, names: list[str]) -> list[str]:
+    """Names of the features of a fitted model, from those of the columns or of the features."""
+    columns = getattr(fitted, "_grouping_columns", None)
+    # Steps of a pipeline name all the columns that they hand on.
+    named_all = len(names) == getattr(fitted, "n_features_in_", None)
+    return columns.others(names) if columns is not None and named_all else names
 
 
 def _output_names(estimator: Any, inner: Any, names: Any) -> Any:

@@ -104,6 +104,7 @@ PACKAGE = Path(pfl_sklearn.__file__).parent
 FIGURE = "handles of a figure, as scikit-learn's displays have them"
 CACHE = "filled on the first use, and computed again if it is not there"
 BUFFER = "arrays of a fit that runs"
+POINT = "a point of a search that runs"
 COPY = "a copy of a net, before anybody has it"
 # Of estimators none but parameters and copies that are about to be handed on.
 EXCEPTIONS = {
@@ -124,6 +125,8 @@ EXCEPTIONS = {
     "inspection/_residuals.py ResidualsDisplay.plot": FIGURE,
     "inspection/_shrinkage.py ShrinkageDisplay.plot": FIGURE,
     "inspection/_stream_display.py StreamDisplay.plot": FIGURE,
+    "linear_model/_mixed/_groupings/_equations.py IterativeEquations": POINT,
+    "linear_model/_mixed/_groupings/_variances.py Points.at": POINT,
     "linear_model/_mixed/_posterior.py AveragedPosterior": CACHE,
     "linear_model/_mixed/_table.py SharedStacks": CACHE,
     "metrics/_monitor.py ClientMonitor.on_fit_task_end": "scores that a callback collects",
@@ -439,7 +442,8 @@ def bits(model):
 def released_bits(model):
     """All that a released model says; of a copy of the model the same."""
     released = model.release()
-    values = [getattr(released, name) for name in released._population_attributes]
+    names = [name for name in released._population_attributes if hasattr(released, name)]
+    values = [getattr(released, name) for name in names]
     return joblib.hash([released.privacy_, released.predict(X), *values])
 
 

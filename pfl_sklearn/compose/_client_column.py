@@ -194,6 +194,20 @@ class ClientColumn(
         """
         return self._of_model("coef_table", params)
 
+    @available_if(model_has("effects"))
+    def effects(self, grouping: Any = None, **params: Any) -> pd.DataFrame:
+        """Table of the effects of clients and levels, by the fitted model's own ``effects``.
+
+        Parameters
+        ----------
+        grouping : "client" or the name of a grouping column, default=None
+            Whose effects to list; None: all.
+        **params : dict
+            Arguments of the model's ``effects``. It gets its feature names from the steps before
+            it, if they have any.
+        """
+        return self._of_model("effects", {"grouping": grouping, **params})
+
     @available_if(model_has("conf_int"))
     def conf_int(self, level: float = 0.95, **params: Any) -> pd.DataFrame:
         """Intervals of the population's parameters, by the fitted model's own ``conf_int``.

@@ -219,6 +219,7 @@ class CoefficientPanel(NamedTuple):
     coefficients: Coefficients
     local: Coefficients | None
     truth: Floats | None  # (n_clients,)
+    unit: str = "client"  # or the name of another grouping
 
 
 @with_parameters
@@ -326,6 +327,70 @@ class CoefficientDisplay:
             panels.append(CoefficientPanel(shown, matched, true_values))
         return cls(panels=panels, level=level).plot(kind=kind, ax=ax)
 
+    @classmethod
+    def from_effects(
+        cls,
+        estimator: Any,
+        *,
+        grouping: Any = None,
+        term: str = "intercept",
+        errors: str = "conditional",
+        level: float = 0.95,
+        kind: str = "auto",
+        ax: Any = None,
+    ) -> Self:
+        """Plot the effects of clients or levels: deviations from the population, which is at 0.
+
+        Conditional intervals leave out the error of the population, which all effects share. They
+        are for comparisons of clients, or levels, with one another.
+
+        Parameters
+        ----------
+        estimator : fitted mixed model, or a pipeline, wrapper or search around one
+            Any with a method ``effects``.
+        grouping : "client" or the name of a grouping column, default=None
+            Whose effects to draw; None: the clients'.
+        term : str, default="intercept"
+            The coefficient, as in the table of ``effects``.
+        errors : {"conditional", "total"}, default="conditional"
+            As for ``effects``: whether the errors of the population and of the variances count.
+        level : float in (0, 1), default=0.95
+            Posterior probability of the intervals.
+        kind : {"auto", "rows", "points"}, default="auto"
+            "auto" draws rows for up to 60 effects.
+        ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
+
+        Raises
+        ------
+        ValueError
+            If `estimator` is no linear model with one coefficient vector per client, and for an
+            unknown grouping, term or kind of errors.
+        AttributeError
+            If it has no Gaussian posterior of effects.
+        """
+        fitted, names = _linear_model_in(estimator), feature_names_of(estimator)
+        chosen = "client" if grouping is None else grouping
+        table = fitted.effects(chosen, level, errors, names)
+        shown = table[table["term"] == term]
+        if not len(shown):
+            terms = list(table["term"].unique())
+            raise ValueError(f"term must be one of {terms[:20]}; got {term!r}.")
+        label = class_quantity(fitted, f"{term}, log odds") or term
+        effects = Coefficients(
+            f"effect on the {label}",
+            shown["level"].to_numpy(),
+            shown["estimate"].to_numpy(),
+            shown["lower"].to_numpy(),
+            shown["upper"].to_numpy(),
+            0.0,
+            np.nan,  # the population has no error of its own here
+            np.nan,
+        )
+        return cls(panels=[CoefficientPanel(effects, None, None, str(chosen))], level=level).plot(
+            kind=kind, ax=ax
+        )
+
     def plot(self, *, kind: str = "auto", ax: Any = None) -> Self:
         """Draw the display.
 
@@ -383,7 +448,7 @@ def _draw_points(ax, panel, level):
     if panel.truth is not None:
         drawing.draw_truth(ax, at, panel.truth[order], rows=False)
     drawing.draw_personalized(ax, at, shown.values[order], rows=False)
-    ax.set(xlabel="client, sorted", ylabel=shown.label)
+    ax.set(xlabel=f"{panel.unit}, sorted", ylabel=shown.label)
 
 
 def _draw_population(line, span, shown):

@@ -62,6 +62,9 @@ def likelihood_ratio_test(smaller: Any, larger: Any) -> LikelihoodRatioTest:
     - a mixture of :math:`\chi^2_0, \dots, \chi^2_{r (r + 1) / 2}`, plus one degree of freedom for
       each covariance with others, where r more coefficients vary with a full covariance.
 
+    Coefficients that vary by the levels of `groupings` count as if levels were clients. The
+    statistics of different groupings are taken as independent.
+
     Parameters
     ----------
     smaller, larger : fitted estimators
@@ -83,7 +86,8 @@ def likelihood_ratio_test(smaller: Any, larger: Any) -> LikelihoodRatioTest:
         - If the log-likelihoods are not comparable: restricted ones with different population
           coefficients, a restricted and a full one, Laplace's approximation and quadrature, or fits
           with a penalty.
-        - If a model has no log-likelihood, as after private fits, or its prior is not Gaussian.
+        - If a model has no log-likelihood, as after private fits and with more than 4,000 effects
+          of levels, or its prior is not Gaussian.
 
     Warns
     -----
@@ -173,6 +177,7 @@ class ComparableModel(NamedTuple):
     fitted: BasePersonalizedRegression
     evidence: Any  # Evidence with a form, so that its parameters can be counted
     names: tuple[str, ...]  # (p,)
+    grouping: Any = None  # name of the one whose covariance `evidence` has; None: the clients
 
     @property
     def free(self) -> set[str]:
@@ -183,11 +188,12 @@ class ComparableModel(NamedTuple):
     def covariance_name(self) -> str:
         """Text about the covariance, for an error."""
         form = self.evidence.form
+        between = "" if self.grouping is None else f" between levels of {self.grouping!r}"
         if form.shape == "zero":
-            return "no covariance"
+            return f"no covariance{between}"
         columns = names_in(self.names[k] for k in form.varying)
         rank = f" of rank {form.rank}" if form.rank else ""
-        return f"a {form.shape} covariance of {columns}{rank}"
+        return f"a {form.shape} covariance of {columns}{rank}{between}"
 
 
 def comparable_model(parameter: str, estimator: Any) -> ComparableModel:
@@ -213,6 +219,11 @@ def comparable_model(parameter: str, estimator: Any) -> ComparableModel:
             f"{parameter} must have a GaussianPrior, fitted by likelihood; got "
             f"{fitted._parameter_text()}."
         )
+    if np.isnan(fitted.log_likelihood_) and evidence.groupings:
+        raise ValueError(
+            f"the log_likelihood_ of {parameter} is NaN, so there is no ratio: its levels have "
+            "more effects than the 4,000 for which a likelihood is computed."
+        )
     if np.isnan(fitted.log_likelihood_):
         raise ValueError(
             f"the log_likelihood_ of {parameter} is NaN, so there is no ratio; fit it with a "
@@ -225,8 +236,8 @@ def comparable_model(parameter: str, estimator: Any) -> ComparableModel:
         )
     # Names from before steps that change the columns, such as an expansion, are not used.
     features = feature_names_of(estimator)
-    features = features if len(features or ()) == fitted.n_features_in_ else None
-    names = fitted._design.named(features).names
+    features = features if len(features or ()) == len(fitted.coef_names_) else None
+    names = fitted._named_design(features).names
     if len(set(names)) < len(names):
         raise ValueError(f"{parameter} has columns of the same name: {names_in(names)}.")
     return ComparableModel(fitted, evidence, names)
@@ -249,6 +260,12 @@ def check_same_rows(smaller: ComparableModel, larger: ComparableModel) -> None:
         )
     if not np.array_equal(first.n_samples_per_client_, second.n_samples_per_client_):
         raise _different_rows("different numbers of rows per client")
+    groupings = dict(larger.evidence.groupings)
+    for name, grouping in smaller.evidence.groupings:
+        other = groupings.get(name, grouping)
+        same = np.array_equal(grouping.levels, other.levels)
+        if not (same and np.array_equal(grouping.n_rows, other.n_rows)):
+            raise _different_rows(f"different levels of {name!r}, or numbers of rows per level")
     if not np.array_equal(getattr(first, "classes_", 0), getattr(second, "classes_", 0)):
         raise _different_rows(f"classes {first.classes_.tolist()} and {second.classes_.tolist()}")
     offsets = smaller.evidence.offset, larger.evidence.offset

@@ -38,11 +38,13 @@ class ChiBarSquare(NamedTuple):
         """The distribution with an independent chi-square variable of `n_linear` degrees added."""
         return ChiBarSquare(tuple(k + n_linear for k in self.degrees_of_freedom), self.weights)
 
-    def plus_variance(self) -> ChiBarSquare:
-        """The distribution with an independent new variance, which is 0 half of the time."""
-        degrees = (*self.degrees_of_freedom, *(k + 1 for k in self.degrees_of_freedom))
-        weights = tuple(w / 2 for w in self.weights)
-        return ChiBarSquare(degrees, (*weights, *weights))
+    def plus_independent(self, other: ChiBarSquare) -> ChiBarSquare:
+        """The distribution of the sum with an independent variable of another one."""
+        weights: dict[int, float] = {}
+        for k, weight in zip(self.degrees_of_freedom, self.weights, strict=True):
+            for j, share in zip(other.degrees_of_freedom, other.weights, strict=True):
+                weights[k + j] = weights.get(k + j, 0.0) + weight * share
+        return ChiBarSquare(tuple(sorted(weights)), tuple(weights[k] for k in sorted(weights)))
 
     def tail(self, value: float) -> float:
         """Probability of at least `value`."""
@@ -164,11 +166,32 @@ def extension(smaller: ComparableModel, larger: ComparableModel) -> ChiBarSquare
     if noise and one.form.noise == 0:
         reference = _further_covariance(smaller, larger, n_linear)
         if isinstance(reference, ChiBarSquare):
-            return reference.plus_variance()
+            # The new variance is 0 half of the time.
+            return reference.plus_independent(null_of_independent_variances(1))
     reference = _further_covariance(smaller, larger, n_linear + noise)
+    for before, after in _grouping_pairs(smaller, larger):
+        # Without low-rank covariances, which do not go with groupings, nothing is simulated.
+        reference = reference.plus_independent(_further_covariance(before, after, 0))
     if reference == _NOTHING_NEW:
         raise ValueError("smaller and larger are the same model; there is nothing to test.")
     return reference
+
+
+def _grouping_pairs(smaller, larger):
+    """Both models for each grouping of the larger one, as if its levels were the clients."""
+    before, after = dict(smaller.evidence.groupings), dict(larger.evidence.groupings)
+    for name in before:
+        if name not in after:
+            raise ValueError(f"smaller has the grouping {name!r}, which larger lacks.")
+    for name, grouping in after.items():
+        # A model without a grouping has that of variance 0.
+        zero = {"varying": np.zeros(0, dtype=np.intp), "shape": "zero", "rank": 0}
+        form = before[name].form if name in before else smaller.evidence.form._replace(**zero)
+        pair = (smaller, form), (larger, grouping.form)
+        yield tuple(
+            model._replace(evidence=model.evidence._replace(form=form), grouping=name)
+            for model, form in pair
+        )
 
 
 def _check_criteria(smaller, larger):

@@ -23,7 +23,7 @@ from pfl_sklearn._clients import encode_clients
 from pfl_sklearn._columns import check_one_per_row, replace_empty_frame
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
 from pfl_sklearn._typing import Floats, RandomState, TableLike
-from pfl_sklearn._unwrap import inner_estimator, innermost_estimator, transform_before_last
+from pfl_sklearn._unwrap import inner_estimator, innermost_estimator, transform_for_inner
 from pfl_sklearn.base import client_values
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.estimation import GaussianMean
@@ -239,12 +239,10 @@ def _rows_inside(estimator, rows):
     # Each wrapper changes rows in its own way, which has to be repeated here.
     while (inner := inner_estimator(estimator)) is not None:
         estimator = _unfrozen(estimator)
-        if isinstance(estimator, Pipeline):
-            rows = rows._replace(X=transform_before_last(estimator, rows.X, rows.groups))
-        elif isinstance(estimator, ClientColumn):
-            ids = {} if rows.groups is None else {"groups": rows.groups}
-            X, metadata = estimator._inner_input(rows.X, {**rows.metadata, **ids})
-            rows = rows._replace(X=X, groups=metadata.pop("groups"), metadata=metadata)
+        if isinstance(estimator, Pipeline | ClientColumn):
+            params = {**rows.metadata, "groups": rows.groups}
+            X, params = transform_for_inner(estimator, rows.X, params)
+            rows = rows._replace(X=X, groups=params.pop("groups"), metadata=params)
         elif isinstance(estimator, TransformedTargetRegressor):
             y = np.reshape(column_or_1d(rows.y), (-1, 1))
             rows = rows._replace(y=estimator.transformer_.transform(y).ravel())
@@ -264,8 +262,11 @@ def _residuals_of_responses(fitted, rows, held_out):
     predicted = fitted.predict(rows.X, groups=rows.groups)
     codes = fitted._encode_predict(rows.X, rows.groups)
     weights = np.ones(len(y)) if rows.weights is None else rows.weights
-    population, variances, prior = _moments_of_predictions(fitted, rows.X, codes)
+    x, levels = _design_rows(fitted, rows.X) if is_linear_model(fitted) else (None, None)
+    population, variances, prior = _moments_of_predictions(fitted, x, codes, levels)
     in_fit = (codes >= 0) & (not held_out)
+    for level in levels or []:  # a row of a level that fit did not see is new
+        in_fit &= level >= 0
     noise = fitted.noise_variance_
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.nan_to_num(weights * variances / noise, nan=0.0, posinf=np.inf)
@@ -304,17 +305,29 @@ def _expected_residuals(deviations, variances, prior, in_fit):
     )
 
 
-def _moments_of_predictions(fitted, X, codes):
-    """Population predictions (n,), variances (n,) of the clients' predictions, and prior variances.
+def _design_rows(fitted, X):
+    """Rows (n, p) of the design, and codes (n,) of the levels of each grouping; None without."""
+    columns = getattr(fitted, "_grouping_columns", None)
+    if columns is None:
+        return fitted._design.matrix(_features(X)), None
+    features, levels = columns.read(X)
+    return fitted._design.matrix(_features(features)), levels
 
-    Variances are NaN without a posterior; prior variances are None unless the prior is normal.
+
+def _moments_of_predictions(fitted, x, codes, levels):
+    """Population predictions (n,), variances (n,) of the rows' predictions, and prior variances.
+
+    Rows x (n, p) and levels are those of `_design_rows`. Variances are NaN without a posterior;
+    prior variances are None unless the prior is normal.
     """
     normal = type(fitted.prior_) is GaussianPrior
     if not is_linear_model(fitted):
         population = np.full(len(codes), fitted.population_mean_)
         return population, *_variances_of_means(fitted, codes, normal)
-    x, is_known = fitted._design.matrix(_features(X)), codes >= 0
+    is_known = codes >= 0
     population = x @ fitted._design.vectors(fitted.population_coef_, fitted.population_intercept_)
+    if levels:
+        return population, *_variances_with_levels(fitted, x, codes, levels)
     variances = np.full(len(x), np.nan)
     if not is_known.all():
         variances[~is_known] = fitted._variances(x[~is_known], codes[~is_known])
@@ -325,6 +338,17 @@ def _moments_of_predictions(fitted, X, codes):
     variances[~fitted._estimable_rows(x)] = np.inf  # then there is no standardized residual
     prior = np.einsum("np,np->n", x @ _prior_covariance(fitted), x) if normal else None
     return population, variances, prior
+
+
+def _variances_with_levels(fitted, x, codes, levels):
+    """Variances (n,) of predictions by client and levels, and their prior variances."""
+    variances = _plug_in(fitted).variances(x[:, fitted._design.order], codes, levels)
+    variances[~fitted._estimable_rows(x)] = np.inf  # then there is no standardized residual
+    prior = np.einsum("np,np->n", x @ fitted._between, x)
+    for grouping, level in zip(fitted._levels, levels, strict=True):
+        covariance = grouping.embedded_covariance(fitted._design)
+        prior += np.where(level < 0, 0.0, np.einsum("np,np->n", x @ covariance, x))
+    return variances, prior
 
 
 def _variances_of_means(fitted, codes, normal):

@@ -16,9 +16,11 @@ from pfl_sklearn._columns import name_bad_columns, replace_empty_frame
 from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit
 from pfl_sklearn._typing import Floats
+from pfl_sklearn._unwrap import without_groupings
 from pfl_sklearn.base import ClientMixin, check_level, read_rows
 from pfl_sklearn.linear_model._algebra import client_predictors
 from pfl_sklearn.linear_model._design import column_names, resolve_design
+from pfl_sklearn.linear_model._effect_table import EffectTableMixin
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
 from pfl_sklearn.linear_model._row_space import RowSpace, warn_rows_outside
 from pfl_sklearn.linear_model._summary_tables import PopulationSummaryMixin
@@ -40,7 +42,12 @@ class FitParameters(SimpleNamespace):
 
 
 class BasePersonalizedRegression(
-    PopulationSummaryMixin, CoefTableMixin, ClientMixin, PrivateFit, BaseEstimator
+    PopulationSummaryMixin,
+    EffectTableMixin,
+    CoefTableMixin,
+    ClientMixin,
+    PrivateFit,
+    BaseEstimator,
 ):
     """Base of the mixed models: it reads rows, and gives predictors, posteriors and tables.
 
@@ -64,6 +71,8 @@ class BasePersonalizedRegression(
     clients_ : ndarray of shape (n_clients,)
         Sorted ids; row i of every per-client array is ``clients_[i]``.
     n_samples_per_client_ : ndarray of shape (n_clients,)
+    coef_names_ : ndarray of shape (d,)
+        Names of the columns of `coef_`: the features of ``fit``, or x0, x1, ...
     coef_std_, intercept_std_ : ndarrays of the shapes of `coef_` and `intercept_`
         Posterior standard deviations; `uncertainty` says whether they allow for the variances
         being estimated. NaN for coefficients that are not identified.
@@ -82,7 +91,9 @@ class BasePersonalizedRegression(
         Information criteria; smaller is better.
     icc_ : float
         Intraclass correlation: the variance between clients over that variance and the variance
-        within clients.
+        within clients. The variances of `groupings` count in the total.
+    iccs_ : Series
+        Such shares of "client" (`icc_`) and of each of the `groupings`, by name.
     marginal_r2_, conditional_r2_ : float
         Shares of the response's variance that the population coefficients explain, and that these
         and the clients' coefficients explain.
@@ -214,12 +225,17 @@ class BasePersonalizedRegression(
                 "epsilon=inf was asked for.",
                 not_released=(*self._released, *self._not_released),
                 n_clients=table.n_clients,
+                assumptions=self._notes_on_privacy(state),
             )
         fitted = self._fitted_state(state, table, estimates)
         fitted["_shape"] = self._unknown_variances(prior, len(table.sizes))
         # A warning that is an error leaves the last fit as it was.
         self._set_fitted({**fitted, "privacy_": finalize_report(self, report)})
         return self
+
+    def _notes_on_privacy(self, state):
+        """Sentences (tuple) about what a fit without privacy gives away."""
+        return ()
 
     def _fitted_state(self, state, table, estimates):
         """Fitted attributes, in the order of the features."""
@@ -244,6 +260,16 @@ class BasePersonalizedRegression(
             "n_iter_": estimates.n_iter,
             "n_samples_per_client_": table.sizes,
         }
+
+    @property
+    def _n_coefficients(self):
+        return len(self._design.names) - self._design.fit_intercept
+
+    def _named_design(self, feature_names):
+        """The design with other names of the features; None keeps them."""
+        if feature_names is None:
+            return self._design
+        return self._design.named(without_groupings(self, list(feature_names)))
 
     @property
     def random_(self) -> list[str]:
@@ -335,9 +361,7 @@ class BasePersonalizedRegression(
         """Linear predictors (n,) or (n, K) of rows, the checked rows, and their clients' codes."""
         codes = self._encode_predict(X, groups)
         with name_bad_columns(X):
-            X = validate_data(
-                self, replace_empty_frame(X), reset=False, dtype=np.float64, ensure_min_features=0
-            )
+            X = self._checked_features(replace_empty_frame(X))
         # A released model has no clients.
         client = getattr(self, "coef_", None), getattr(self, "intercept_", None)
         population = self.population_coef_, self.population_intercept_
@@ -345,6 +369,10 @@ class BasePersonalizedRegression(
         if self._row_space is not None:
             warn_rows_outside(self._row_space, self._design.matrix(X))
         return predictors, X, codes
+
+    def _checked_features(self, X):
+        """Features (n, d) of rows to predict."""
+        return validate_data(self, X, reset=False, dtype=np.float64, ensure_min_features=0)
 
     def _mask_inestimable(self, x, errors):
         """Errors (n, ...) of rows x (n, p) of the design; NaN where these are not estimable."""

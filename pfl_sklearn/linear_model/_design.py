@@ -98,7 +98,7 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None, keywor
                 "feature alone, or rename it."
             )
         return Design(names, every, every[:0], fit_intercept, True)
-    listed = [random] if isinstance(random, str) else list(random)
+    listed = [random] if isinstance(random, str | Integral) else list(random)
     if not listed:
         raise ValueError("random must name at least one coefficient; got an empty list.")
     positions = [_column_position(name, features, fit_intercept, named) for name in listed]

@@ -1,12 +1,15 @@
 """Personalized linear regression: one coefficient vector per client under a population prior."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from numbers import Integral
 from typing import Any, Literal, Self, overload
 
 import numpy as np
 from sklearn.base import BaseEstimator
-from sklearn.utils import assert_all_finite
+from sklearn.utils import assert_all_finite, check_array
+from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import check_not_column_name
 from pfl_sklearn._columns import name_bad_columns
@@ -14,15 +17,27 @@ from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import FIT_INTERCEPT, POSITIVE, UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
+from pfl_sklearn._warnings import format_names
 from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, population_errors
 from pfl_sklearn.linear_model._fit_warnings import warn_not_converged
+from pfl_sklearn.linear_model._grouping_columns import (
+    check_grouped_fit,
+    check_no_groupings,
+    positions_of,
+    read_groupings,
+    resolve_groupings,
+)
+from pfl_sklearn.linear_model._mixed._groupings._fit import fit_groupings
+from pfl_sklearn.linear_model._mixed._groupings._posterior import SharedLevels
+from pfl_sklearn.linear_model._mixed._groupings._scaled_rows import GroupedRows
 from pfl_sklearn.linear_model._mixed._identifiability import (
     Evidence,
     gaussian_evidence,
     mixture_evidence,
     row_moments,
     warn_of_exact_fit,
+    with_groupings,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._gaussian_prior import LINEAR_FITS, check_fit
 from pfl_sklearn.linear_model._mixed._posterior import normal_bounds
@@ -50,6 +65,8 @@ from pfl_sklearn.statistics._accumulate import (
     fit_accumulated,
 )
 
+_WITHOUT_ROWS = "needs the rows at once: the statistics of a client do not tell levels apart"
+
 
 @with_parameters
 class PersonalizedLinearRegression(
@@ -61,8 +78,8 @@ class PersonalizedLinearRegression(
         \theta_i \sim \text{prior}.
 
     The coefficients that vary by client (`random`) have a population prior; all clients share the
-    others. Under a Gaussian prior this is the linear mixed model with one grouping factor. The
-    :ref:`user guide <linear_models>` has the mathematics, examples and lme4's formulas.
+    others. Under a Gaussian prior this is the linear mixed model with one grouping factor, or with
+    several (`groupings`). The :ref:`user guide <linear_models>` has the mathematics and examples.
 
     Attributes
     ----------
@@ -72,6 +89,11 @@ class PersonalizedLinearRegression(
     population_coef_, population_intercept_ : ndarray of shape (d,) and float
         Their standard errors are NaN under priors other than the Gaussian.
     noise_variance_ : float
+    groupings_ : dict of GroupingPrior
+        Prior of each grouping, with the covariance of the fit, by the column's name (its index in
+        a table without names). Not set if no column has effects.
+    levels_ : dict of ndarrays of shape (n_levels,)
+        Sorted levels of each of these columns; empty if there are none.
     responsibilities_ : ndarray of shape (n_clients, n_components)
         Posterior probabilities of the components, under mixture priors.
 
@@ -79,17 +101,22 @@ class PersonalizedLinearRegression(
     ------
     ValueError
         For missing ids or ids of mixed types, NaN or infinity, unknown or ambiguous names in
-        `random`. Without a release, also for values above 1e150, and for columns and targets whose
-        nonzero values are all below 1e-140.
+        `random` and `groupings`. Without a release, also for values above 1e150, and for columns
+        and targets whose nonzero values are all below 1e-140.
 
         If the data do not identify the variances: every client has one row; a column named in
         `random` is constant over all rows, there is a random intercept, and the covariance is not
         spherical; the covariance is full and there are fewer clients than random coefficients.
 
-        With a finite `epsilon`, before the ledger is charged: for a missing bound, sample weights,
-        a prior that is not Gaussian, a known mean unless all is known, ``unit="row"`` with
-        ``relation="add_remove"`` and several clients, and an unknown covariance unless there is one
-        client (and that is public), or the noise leaves enough to estimate it
+        For a column of `groupings` that holds dates, lists, or strings that read as dates (or,
+        under "auto", as numbers); has as many levels as rows; groups the rows as another one does;
+        or has fewer levels than coefficients with a full covariance. For more effects than fit into
+        memory.
+
+        With a finite `epsilon`, before the ledger is charged: for `groupings`, a missing bound,
+        sample weights, a prior that is not Gaussian, a known mean unless all is known,
+        ``unit="row"`` with ``relation="add_remove"`` and several clients, and an unknown covariance
+        unless there is one client (and that is public), or the noise leaves enough to estimate it
         (:ref:`private_variances`).
 
     Warns
@@ -99,7 +126,8 @@ class PersonalizedLinearRegression(
         that is certain to find its maximum.
     UserWarning
         If the coefficients fit all rows exactly, so that the noise variance is meaningless, or the
-        data carry no information about a variance between clients (Gaussian prior).
+        data carry no information about a variance between clients (Gaussian prior), or a column of
+        `groupings` is left out.
     NotEstimableWarning
         If columns are linear combinations of others, and if rows to predict break such a relation
         (:ref:`row_space`).
@@ -163,7 +191,15 @@ class PersonalizedLinearRegression(
     __metadata_request__predict = {"groups": True, "return_std": True}
 
     _likelihood = "linear"
-    _population_attributes = (*BasePersonalizedRegression._population_attributes, "noise_variance_")
+    # Effects of levels are estimates from everybody's rows, as the population is.
+    _population_attributes = (
+        *BasePersonalizedRegression._population_attributes,
+        "noise_variance_",
+        "groupings_",
+        "_levels",
+        "_grouping_columns",
+        "_posterior_of_levels",
+    )
     _released = (*BasePersonalizedRegression._released, "noise_variance_")
     _not_released = (*BasePersonalizedRegression._not_released, "responsibilities_")
     _sparse_alternative = "PPSGDRegressor"
@@ -198,6 +234,27 @@ class PersonalizedLinearRegression(
         """,
     )
     fit_intercept: bool = FIT_INTERCEPT
+    groupings: Any = parameter(
+        default="auto",
+        ranges=[StrOptions({"auto"}), "array-like", Mapping, str, Integral, None],
+        text="""
+            "auto", name or index of a column, list of them, dict of GroupingPrior, or None
+                Columns of X whose levels have shrunken effects, as clients do. Levels may be
+                crossed with clients (the movie of a user's rating) or contain them (the state of a
+                county). These columns are not features: `random` and `coef_` refer to the others.
+
+                - "auto": columns of strings or categories of a data frame that have more than 30
+                  levels, and at most half as many levels as rows. None in a private fit.
+                - A dict gives each column a :class:`~pfl_sklearn.priors.GroupingPrior`. A search
+                  tries whole values: ``{"groupings": [None, {"movie": GroupingPrior()}]}``.
+
+                Levels are matched by value. An unknown level or a missing value has the effect 0,
+                with the variance between levels. A column with one level, or whose levels are the
+                clients, is left out with a warning. Groupings need a Gaussian prior with finite
+                variances that is not of low rank; variances are then always found by average
+                information. The :ref:`user guide <groupings>` has examples.
+        """,
+    )
     method: str = parameter(
         default="reml",
         ranges=[StrOptions({"reml", "ml", "printed"})],
@@ -222,7 +279,10 @@ class PersonalizedLinearRegression(
             {"full", "plug_in"}
                 Whether errors allow for the variances being estimated. "full" does so for up to
                 1,000 clients and 20 varying coefficients, under a Gaussian prior that is not of low
-                rank. With "plug_in", intervals of few clients are too short (:ref:`few-clients`).
+                rank; with `groupings`, for clients and levels of up to 1,000, if the effects of
+                levels and the population's coefficients are at most 1,000 together, and 2^20 pairs
+                with the clients' effects. With "plug_in", intervals of few clients are too short
+                (:ref:`few-clients`).
         """,
     )
     solver: str = parameter(
@@ -326,8 +386,9 @@ class PersonalizedLinearRegression(
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features; an intercept is added if `fit_intercept` is True. With it and `groups` there
-            may be no features (d = 0): clients then have an intercept alone.
+            Features and columns of `groupings`; an intercept is added if `fit_intercept` is True.
+            With it and `groups` there may be no features (d = 0): clients then have an intercept
+            alone.
         y : array-like of shape (n_rows,)
             Responses.
         groups : array-like of shape (n_rows,), default=None
@@ -342,6 +403,12 @@ class PersonalizedLinearRegression(
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         check_fit(prior, self.method, self.solver, self.noise_variance)
         self._check_and_charge(prior, X, groups, sample_weight)
+        # A private fit must not choose columns by their values.
+        groupings = None if private else self.groupings
+        table_of_all, (columns, priors) = X, resolve_groupings(X, groupings, sample_weight)
+        if priors:
+            check_grouped_fit(prior, self.method, self.solver)
+            X, values = columns.split(X)
         # Single precision stays, until blocks of rows are reduced in double precision.
         dtypes = (np.float64, np.float32)
         with name_bad_columns(X, private):
@@ -353,7 +420,34 @@ class PersonalizedLinearRegression(
             table = private_table(state["_design"], features, rows, prior, self)
         else:
             table = rotated_table(state["_design"], features, rows)
+        if priors:
+            state |= self._column_attributes(table_of_all)
+            if len(rows.y) < len(y):  # the others have weight 0
+                present = np.asarray(sample_weight) > 0
+                values = [each[present] for each in values]
+            state |= self._grouped_rows(columns, values, priors, state, features, rows)
         return self._fit_table(table, state, prior)
+
+    def _grouped_rows(self, columns, values, priors, state, features, rows):
+        """State of the grouping columns: their levels, and the rows for the fit."""
+        design, codes = state["_design"], rows.clients.codes
+        resolve = partial(positions_of, design=design)
+        columns, groupings = read_groupings(columns, values, priors, codes, resolve)
+        matrix = design.matrix(features.astype(np.float64))[:, design.order]
+        grouped = GroupedRows(matrix, rows.y, rows.weights, codes, groupings)
+        return {"_grouping_columns": columns, "_grouped": grouped if groupings else None}
+
+    def _notes_on_privacy(self, state):
+        columns = state.get("_grouping_columns")
+        if columns is None or not columns.names:
+            return ()
+        named = format_names(map(str, columns.names))
+        return (
+            f"a row belongs to more than one unit: to a client and a level of {named}; for_client "
+            "hands on the ids, numbers of rows and effects of all levels, which are estimates from "
+            "the rows of all clients, and the joint errors of these effects, which show which "
+            "levels have clients in common",
+        )
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit_statistics(self, statistics: ClientStatistics) -> Self:
@@ -375,13 +469,14 @@ class PersonalizedLinearRegression(
         Raises
         ------
         ValueError
-            For statistics of several targets, and for those without features unless there is an
-            intercept and no privacy. With a finite `epsilon` for statistics of rows that were not
-            scaled, or to other bounds, and, where all variances are known, with
+            For `groupings`, for statistics of several targets, and for those without features
+            unless there is an intercept and no privacy. With a finite `epsilon` for statistics of
+            rows that were not scaled, or to other bounds, and, where all variances are known, with
             ``relation="add_remove"`` or without an intercept, which scale rows otherwise. Nothing
             is charged to the ledger then.
         """
         check_statistics(statistics)
+        check_no_groupings(self.groupings, _WITHOUT_ROWS)
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         check_fit(prior, self.method, self.solver, self.noise_variance)
         if private:
@@ -431,11 +526,12 @@ class PersonalizedLinearRegression(
         Raises
         ------
         ValueError
-            As ``fit``, with a finite `epsilon`, and after a fit by other methods, which keep no
-            statistics.
+            As ``fit``, for `groupings`, with a finite `epsilon`, and after a fit by other methods,
+            which keep no statistics.
         """
         self._check_dense(X)
         check_not_column_name(groups)
+        check_no_groupings(self.groupings, _WITHOUT_ROWS)
         with name_bad_columns(X):
             features, checked = self._checked_xy(X, y, groups, dtype="float64", y_numeric=True)
         features = X if features.shape[1] else None
@@ -443,9 +539,12 @@ class PersonalizedLinearRegression(
         return fit_accumulated(self, statistics)
 
     def _fit_without_privacy(self, table, prior, state):
-        options = self._fit_parameters()
-        fit = LINEAR_FITS[type(prior).__name__, options.method, options.solver]
-        estimates = fit(table, prior, options)
+        options, grouped = self._fit_parameters(), state.pop("_grouped", None)
+        if grouped is None:
+            fit = LINEAR_FITS[type(prior).__name__, options.method, options.solver]
+            estimates = fit(table, prior, options)
+        else:
+            estimates = fit_groupings(table, prior, options, grouped)
         at = estimates.unidentified
         if at is None or estimates.no_pooling:
             at = np.arange(estimates.first, table.n_columns)
@@ -476,6 +575,9 @@ class PersonalizedLinearRegression(
         design, noise = state["_design"], self.noise_variance
         if type(prior) is GaussianPrior and self.solver != "gd":
             evidence = gaussian_evidence(table, design, prior, noise, self.method)
+            if estimates.levels is not None:
+                known = estimates.variances.is_known[1:]
+                evidence = with_groupings(evidence, design.order, estimates.levels, known)
         elif estimates.responsibilities is not None and self.method != "printed":
             evidence = mixture_evidence(table, design, prior, estimates, noise)
         else:  # no likelihood is maximal, so the moments are all that can be compared
@@ -496,6 +598,11 @@ class PersonalizedLinearRegression(
         between, is_open = fitted["_between"], estimates.is_open
         fitted["_errors"] = population_errors(state["_design"], estimates, is_open, between)
         fitted["_unbounded"] = estimates.unbounded
+        if estimates.levels is not None:
+            fitted["_levels"] = estimates.levels
+            fitted["_component_variances"] = estimates.variances
+            fitted["groupings_"] = {level.name: level.prior for level in estimates.levels}
+            fitted["_posterior_of_levels"] = SharedLevels(estimates.posterior)
         if estimates.responsibilities is not None:
             fitted["responsibilities_"] = estimates.responsibilities
         return fitted
@@ -523,7 +630,7 @@ class PersonalizedLinearRegression(
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
+            Features and groupings, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         return_std : bool, default=False
@@ -537,11 +644,48 @@ class PersonalizedLinearRegression(
         std : ndarray of shape (n_rows,)
             If `return_std`.
         """
-        mean, X, codes = self._predictors(X, groups)
+        mean, x, codes, levels = self._row_predictions(X, groups)
         if not return_std:  # no posterior is needed, and none is averaged
             return mean
-        x = self._design.matrix(X)
-        return mean, self._mask_inestimable(x, np.sqrt(self._variances(x, codes)))
+        return mean, self._mask_inestimable(x, np.sqrt(self._row_variances(x, codes, levels)))
+
+    @property
+    def levels_(self) -> dict[str | int, np.ndarray]:
+        """Sorted levels of each grouping, by the column's name; empty if there are none."""
+        check_is_fitted(self)
+        columns = getattr(self, "_grouping_columns", None)
+        return {} if columns is None else dict(zip(columns.names, columns.levels, strict=True))
+
+    def _checked_features(self, X):
+        if getattr(self, "_grouping_columns", None) is None:
+            return super()._checked_features(X)
+        # The names and the number of the whole table's columns have been checked.
+        return check_array(X, dtype=np.float64, ensure_min_features=0, estimator=self)
+
+    def _row_predictions(self, X, groups):
+        """Mean responses (n,), rows of the design, and codes of clients and of other levels."""
+        columns = getattr(self, "_grouping_columns", None)
+        if columns is None:
+            mean, X, codes = self._predictors(X, groups)
+            return mean, self._design.matrix(X), codes, None
+        columns.check_present(X)
+        self._column_attributes(X, reset=False)
+        features, levels = columns.read(X)
+        mean, features, codes = self._predictors(features, groups)
+        x = self._design.matrix(features)
+        ordered = x[:, self._design.order]
+        for fitted, level in zip(getattr(self, "_levels", []), levels, strict=True):
+            known = level >= 0
+            effects = fitted.effects[level[known]]
+            mean[known] += np.sum(ordered[known][:, fitted.positions] * effects, axis=1)
+        return mean, x, codes, levels
+
+    def _row_variances(self, x, codes, levels):
+        if not levels:
+            return self._variances(x, codes)
+        # Copies without clients have levels alone.
+        posterior = getattr(self, "_posterior", self._posterior_of_levels.posterior)
+        return posterior.variances(x[:, self._design.order], codes, levels)
 
     def predict_interval(
         self, X: TableLike, *, groups: TableLike = None, level: float = 0.95, new_row: bool = False
@@ -551,7 +695,7 @@ class PersonalizedLinearRegression(
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
+            Features and groupings, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         level : float in (0, 1), default=0.95
@@ -572,7 +716,6 @@ class PersonalizedLinearRegression(
             For rows of known clients, if the fit gives no posterior.
         """
         check_level(level)
-        mean, X, codes = self._predictors(X, groups)
-        x = self._design.matrix(X)
-        variances = self._mask_inestimable(x, self._variances(x, codes))
+        mean, x, codes, levels = self._row_predictions(X, groups)
+        variances = self._mask_inestimable(x, self._row_variances(x, codes, levels))
         return normal_bounds(mean, variances + new_row * self.noise_variance_, level)

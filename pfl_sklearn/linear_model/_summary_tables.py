@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from pandas import DataFrame
+from pandas import DataFrame, Series
 from scipy.special import ndtri
 from sklearn.utils.validation import check_is_fitted
 
@@ -13,6 +13,7 @@ from pfl_sklearn.base import check_level
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._mixed._identifiability import variance_shares
 
+CLIENT = "client"  # name of the clients' grouping
 _AT_CENTRE = "response at the features' means"
 _INFORMATION_CELLS = 1 << 22  # numbers of a block of clients; products take a few times that
 
@@ -36,10 +37,12 @@ class PopulationSummaryMixin:
         -------
         DataFrame
             Indexed by part and term. The parts are "fixed", "between" (clients) and, for a linear
-            model, "within" (clients). With two classes ``columns.name`` says of which class
+            model, one like "between movie" for each of `groupings`, and "within" (clients and
+            levels). With two classes ``columns.name`` says of which class
             the log odds are ("log odds of yes"); with K > 2 a fixed effect is called "class: term".
             The columns are estimate, std_error (of the fixed effects), sd and correlation
-            (of the variance components). All are in the units of the data. Under a prior for
+            (of the variance components), and with groupings n_levels, the number of clients or
+            levels. All are in the units of the data. Under a prior for
             centred columns a row gives the variance between clients of the response at the
             features' means; with "diag" slopes are independent of that, not of the intercept. The
             part "fit" holds the marginal and the conditional R2 (not of K > 2 classes), and for
@@ -47,29 +50,35 @@ class PopulationSummaryMixin:
             ``fit``, which should agree to about 1 %. Private models do not have it.
         """
         check_is_fitted(self)
-        design = self._design.named(feature_names)
+        design, groupings = self._named_design(feature_names), getattr(self, "_levels", ())
         names, estimates = self._population_terms(design)
         errors = design.vectors(self.population_coef_std_, self.population_intercept_std_).ravel()
         rows = [
             {"part": "fixed", "term": name, "estimate": estimate, "std_error": error}
             for name, estimate, error in zip(names, estimates, errors, strict=True)
         ]
-        rows += covariance_rows(design.random_names, design.random_block(self._between))
         centre = getattr(self, "_centre", None)
-        # There intercepts and slopes are independent, if the shape is "diag".
-        if centre is not None:
-            row = np.concatenate([[1.0], centre[1:]])
-            variance = max(float(row @ self._between @ row), 0.0)  # rounding may leave less
-            rows.append(variance_row("between", _AT_CENTRE, variance))
+        mean_row = None if centre is None else np.concatenate([[1.0], centre[1:]])
+        covariance = design.random_block(self._between)
+        between = covariance_rows("between", design.random_names, covariance)
+        between += rows_at_means("between", mean_row, self._between)
+        rows += [{**row, "n_levels": self.privacy_.n_clients} for row in between]
+        for levels in groupings:
+            between = covariance_rows(levels.part, levels.terms(design), levels.covariance)
+            between += rows_at_means(levels.part, levels.mean_row, levels.covariance)
+            rows += [{**row, "n_levels": len(levels.levels)} for row in between]
         if hasattr(self, "noise_variance_"):
             rows.append(variance_row("within", "residual", self.noise_variance_))
         elif self._row_family.has_dispersion:
             rows.append({"part": "within", "term": "dispersion", "estimate": self.dispersion_})
         fit = self._fit_terms().items()
         rows += [{"part": "fit", "term": term, "estimate": value} for term, value in fit]
-        columns = ["part", "term", "estimate", "std_error", "sd", "correlation"]
+        columns = ["part", "term", "estimate", "std_error", "sd", "correlation", "n_levels"]
         # Columns that do not apply to a row are NaN.
         table = SummaryTable(rows, columns=columns).set_index(["part", "term"]).astype(float)
+        n_levels = table.pop("n_levels")
+        if groupings:
+            table["n_levels"] = n_levels.astype("Int64")
         table.columns.name = class_quantity(self, "log odds")
         return table
 
@@ -85,6 +94,12 @@ class PopulationSummaryMixin:
         variance of a single coefficient holds the values that a likelihood ratio test does not
         reject, with the population integrated out. Otherwise bounds are normal, from the expected
         information, with variances cut at 0 and the noise variance on the logarithmic scale.
+
+        With `groupings`, the interval of a variance holds the values that a likelihood ratio test
+        does not reject, unless the covariance is full or levels have more than 500 effects. The
+        other intervals rest on average information. They are normal, for variances on the
+        logarithmic scale; that of the noise variance is a likelihood interval of a scaled
+        chi-square. A variance that is estimated as 0 has the lower bound 0.
 
         Parameters
         ----------
@@ -121,16 +136,17 @@ class PopulationSummaryMixin:
                 f"epsilon={self.privacy_.epsilon:g}."
             )
         # Only posteriors in whitened rows know the information on the covariance.
-        if not hasattr(self._posterior, "whitened") and not hasattr(self._posterior, "plug_in"):
+        knowing = ("whitened", "plug_in", "inverse_root")
+        if not any(hasattr(self._posterior, name) for name in knowing):
             raise ValueError(
                 "conf_int needs clients that share a population; got "
                 f"prior={self.prior!r}, whose variances are infinite or as good as that."
             )
-        design = self._design.named(feature_names)
+        design = self._named_design(feature_names)
         names, estimates = self._population_terms(design)
         fixed = self._errors.interval(estimates, level)
-        covariance, noise = self._component_bounds(level)
-        table = intervals_table(names, fixed, design.random_names, covariance, noise)
+        components, noise = self._bounds_by_grouping(design, level)
+        table = intervals_table(names, fixed, components, noise)
         table.columns.name = class_quantity(self, "log odds")
         return table
 
@@ -165,11 +181,27 @@ class PopulationSummaryMixin:
     def icc_(self: Any) -> float:
         """Intraclass correlation: share of the variance given the features between clients.
 
-        The variance between clients is averaged over the rows if slopes vary.
+        The variance between clients is averaged over the rows if slopes vary. The variances
+        between levels of `groupings` count in the total.
         """
+        return self._intraclass_correlations("icc_")[0]
+
+    @property
+    def iccs_(self: Any) -> Series:
+        """Shares of the variance given the features: of "client" (`icc_`), and of each grouping.
+
+        Every variance is averaged over the rows if slopes vary.
+        """
+        names = [CLIENT, *(levels.name for levels in getattr(self, "_levels", ()))]
+        return Series(self._intraclass_correlations("iccs_"), index=names, name="icc")
+
+    def _intraclass_correlations(self: Any, name):
+        """Shares of the variance given the features of the clients and of every grouping."""
         check_is_fitted(self)
-        within = self._variance_within("icc_")  # first: it raises for more than two classes
-        return variance_shares(0.0, self._variance_between("icc_"), within)[1]
+        within = self._variance_within(name)  # first: it raises for more than two classes
+        variances = self._variances_between(name)
+        total = sum(variances)
+        return [variance_shares(0.0, v, total - v + within)[1] for v in variances]
 
     @property
     def marginal_r2_(self: Any) -> float:
@@ -183,7 +215,7 @@ class PopulationSummaryMixin:
 
     @property
     def conditional_r2_(self: Any) -> float:
-        """Share of the response's variance that population and clients' coefficients explain.
+        """Share of the response's variance that population, clients and `groupings` explain.
 
         With a link on the scale of the predictors, as :attr:`marginal_r2_`.
         """
@@ -227,19 +259,37 @@ class PopulationSummaryMixin:
             )
         return self._evidence
 
-    def _variance_between(self: Any, name):
-        """Mean over the rows of the variance between clients of their predictors."""
+    def _variances_between(self: Any, name):
+        """Means over the rows of the variances of their predictors, by client and by level."""
         # A random intercept varies alike in all rows, so private models know it without moments.
         if self._design.fit_intercept and self._design.random.tolist() == [0]:
-            return float(self._between[0, 0])
-        return self._evidence_for(name).moments.mean_square(self._between)
+            variances = [float(self._between[0, 0])]
+        else:
+            variances = [self._evidence_for(name).moments.mean_square(self._between)]
+        for levels in getattr(self, "_levels", ()):
+            covariance = levels.embedded_covariance(self._design)
+            variances.append(self._evidence_for(name).moments.mean_square(covariance))
+        return variances
 
     def _explained(self: Any, name):
         """Marginal and conditional R2, for the property `name`."""
         evidence, noise = self._evidence_for(name), self._variance_within(name)
         population = self._design.vectors(self.population_coef_, self.population_intercept_)
         fixed = evidence.moments.variance(population)
-        return variance_shares(fixed, self._variance_between(name), noise)
+        return variance_shares(fixed, sum(self._variances_between(name)), noise)
+
+    def _bounds_by_grouping(self: Any, design, level):
+        """Part, terms and bounds of the covariance of clients and levels, and bounds of the noise.
+
+        Bounds are None where that was given.
+        """
+        if not hasattr(self, "_component_variances"):
+            covariance, noise = self._component_bounds(level)
+            return [("between", design.random_names, covariance)], noise
+        covariances, noise = self._component_variances.bounds(level)
+        parts = [("between", design.random_names)]
+        parts += [(levels.part, levels.terms(design)) for levels in self._levels]
+        return [(*part, each) for part, each in zip(parts, covariances, strict=True)], noise
 
     def _component_bounds(self: Any, level):
         """Bounds of the covariance between clients and of the noise variance; None where given."""
@@ -281,11 +331,11 @@ def component_terms(names, shown):
             yield f"{names[k]}, {name}", j, k
 
 
-def covariance_rows(names, covariance):
-    """Rows of a summary, as dicts, of a covariance (q, q) between clients."""
+def covariance_rows(part, names, covariance):
+    """Rows of a summary, as dicts, of a covariance (q, q) between clients or levels."""
     rows, sds = [], np.sqrt(np.diag(covariance))
     for term, j, k in component_terms(names, covariance != 0):
-        row = {"part": "between", "term": term, "estimate": covariance[j, k]}
+        row = {"part": part, "term": term, "estimate": covariance[j, k]}
         if j == k:
             row["sd"] = sds[j]
         else:  # a variance may underflow to 0 where the covariance does not
@@ -295,23 +345,34 @@ def covariance_rows(names, covariance):
     return rows
 
 
+def rows_at_means(part, mean_row, covariance):
+    """Row of a summary of the variance of the response at the columns' means; none if unknown."""
+    if mean_row is None:
+        return []
+    # There intercepts and slopes are independent, if the shape is "diag".
+    variance = max(float(mean_row @ covariance @ mean_row), 0.0)  # rounding may leave less
+    return [variance_row(part, _AT_CENTRE, variance)]
+
+
 def variance_row(part, term, variance):
     """Row of a summary, as a dict."""
     return {"part": part, "term": term, "estimate": variance, "sd": np.sqrt(variance)}
 
 
-def intervals_table(names, fixed, random_names, components, noise):
-    """DataFrame of bounds, indexed by part ("fixed", "between", "within") and term.
+def intervals_table(names, fixed, components, noise):
+    """DataFrame of bounds, indexed by part ("fixed", "between", ..., "within") and term.
 
-    `fixed` is a pair of (p,), `components` one of (q, q) or None (a given covariance), `noise` one
-    of floats or None.
+    `fixed` is a pair of (p,), `components` have a part, its terms and a pair of (q, q) or None (a
+    given covariance), `noise` is a pair of floats or None.
     """
     rows = [("fixed", name, *bounds) for name, *bounds in zip(names, *fixed, strict=True)]
-    if components is not None:
-        lower, upper = components
+    for part, random_names, bounds in components:
+        if bounds is None:
+            continue
+        lower, upper = bounds
         # A covariance that its shape fixes at 0 has bounds without length, and no row.
         terms = component_terms(random_names, np.isfinite(lower) & (upper != lower))
-        rows += [("between", term, lower[j, k], upper[j, k]) for term, j, k in terms]
+        rows += [(part, term, lower[j, k], upper[j, k]) for term, j, k in terms]
     if noise is not None:
         rows.append(("within", "residual", *noise))
     table = SummaryTable(rows, columns=["part", "term", "lower", "upper"])

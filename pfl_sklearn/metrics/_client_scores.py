@@ -1,6 +1,7 @@
 """Clients that an estimator knows, and its score for each of them."""
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,21 @@ import pandas as pd
 from sklearn.frozen import FrozenEstimator
 from sklearn.utils.validation import check_consistent_length, check_is_fitted
 
-from pfl_sklearn._clients import encode_clients, ids_of_rows, rows_by_client
+from pfl_sklearn._clients import (
+    encode_clients,
+    ids_of_rows,
+    match_levels,
+    rows_by_client,
+    split_columns,
+)
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._typing import TableLike
-from pfl_sklearn._unwrap import fitted_attribute, inner_estimator, predicting_estimator
+from pfl_sklearn._unwrap import (
+    fitted_attribute,
+    inner_estimator,
+    predicting_estimator,
+    transform_for_inner,
+)
 from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
 
 
@@ -39,17 +51,47 @@ def known_clients(estimator: Any) -> np.ndarray:
     >>> known_clients(BernoulliMean().fit_counts([3, 5], [9, 9], groups=["b", "a"]))
     array(['a', 'b'], dtype=object)
     """
-    check_is_fitted(estimator)
-    inner = estimator
-    # One inside may know no clients, as behind a column of them.
-    while not _is_client_aware(inner) and inner_estimator(inner) is not None:
-        inner = inner_estimator(inner)
+    inner = _estimators_inside(estimator)[-1]
     if hasattr(inner, "clients_"):
         return inner.clients_
     raise ValueError(
         f"{type(inner).__name__} knows no clients; expected a client-aware estimator, or a "
         "pipeline, ClientColumn or search around one. Members of an ensemble may know different "
         "clients; to score clients only, use ClientScorer(..., average=None)."
+    )
+
+
+def level_codes(
+    estimator: Any, X: TableLike, groups: TableLike, names: Collection[str | int]
+) -> list[np.ndarray]:
+    """Codes (n,) of every row's level in each of some columns; -1 for unknown and missing levels.
+
+    `X` and `groups` (ids or None) are as the fitted estimator takes them. `names` are the columns'
+    in the table that the client-aware estimator inside gets; the prefix of a ColumnTransformer may
+    be left out. Raises ValueError for columns by which it does not group rows.
+    """
+    *outer, inner = _estimators_inside(estimator)
+    levels = getattr(inner, "levels_", {})
+    columns = [_grouping_column(name, levels, inner) for name in names]
+    params = {"groups": groups}
+    # Its own table, because steps may have moved the columns or encoded their levels.
+    for wrapper in outer:
+        X, params = transform_for_inner(wrapper, X, params)
+    values = [split_columns(X, {"grouping": column})[1][0] for column in columns]
+    return [
+        match_levels(each, levels[column], f"column {column!r}")
+        for column, each in zip(columns, values, strict=True)
+    ]
+
+
+def _grouping_column(name, levels, estimator):
+    """Column among those with `levels` that is called `name`, as it is or behind a prefix."""
+    ends = [name] if name in levels else [key for key in levels if f"{key}".endswith(f"__{name}")]
+    if len(ends) == 1:
+        return ends[0]
+    known = ", ".join(repr(key) for key in levels) or "clients alone"
+    raise ValueError(
+        f"subset names {name!r}, but {type(estimator).__name__} groups rows by {known}."
     )
 
 
@@ -154,6 +196,16 @@ def _summaries(scores, gain):
         "mean_gain": float(gain.mean()) if len(gain) else np.nan,
         "share_improved": float(np.mean(gain > 0)) if len(gain) else np.nan,
     }
+
+
+def _estimators_inside(estimator):
+    """A fitted estimator and those inside it, down to the client-aware one if there is one."""
+    check_is_fitted(estimator)
+    path = [estimator]
+    # One inside may know no clients, as behind a column of them.
+    while not _is_client_aware(path[-1]) and (inner := inner_estimator(path[-1])) is not None:
+        path.append(inner)
+    return path
 
 
 def _is_client_aware(estimator):

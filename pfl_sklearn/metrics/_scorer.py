@@ -1,7 +1,7 @@
 """A scorer that passes client ids to predict and averages over clients."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -14,10 +14,11 @@ from pfl_sklearn._compat import num_samples
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._unwrap import predicting_estimator
 from pfl_sklearn.base import UnseenClientsWarning
-from pfl_sklearn.metrics._client_scores import known_clients
+from pfl_sklearn.metrics._client_scores import known_clients, level_codes
 from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
 
 _SUBSETS = ("all", "known", "new")
+_CLIENTS = "groups"  # stands for the clients among the columns of a subset
 
 
 class ClientScorer:
@@ -41,8 +42,12 @@ class ClientScorer:
 
         "macro" and callables leave out clients without a defined score (such as the ROC AUC of one
         class).
-    subset : {"all", "known", "new"}, default="all"
-        Clients that count: all, those seen in fit, or those not seen.
+    subset : {"all", "known", "new"} or dict, default="all"
+        Rows that count: those of all clients, of clients seen in fit, or of clients not seen. A
+        dict such as ``{"groups": "known", "movie": "new"}`` has conditions, all of which a row must
+        meet. "groups" stands for the clients; other keys are grouping columns of the fitted model
+        (the keys of its `levels_`). Missing values count as new. Positions are those in the table
+        that the model itself gets; names may be without the prefix of a ColumnTransformer.
     client_column : str or int, default=None
         Column of ids of `X`, for estimators wrapped in
         :class:`~pfl_sklearn.compose.ClientColumn`.
@@ -64,15 +69,18 @@ class ClientScorer:
         scoring: Any,
         *,
         average: str | Callable[[Floats], float] | None = "micro",
-        subset: str = "all",
+        subset: str | Mapping[str | int, str] = "all",
         client_column: str | int | None = None,
     ) -> None:
         if average not in ("micro", "macro", None) and not callable(average):
             raise ValueError(
                 f"average must be 'micro', 'macro', a callable or None; got {average!r}."
             )
-        if subset not in _SUBSETS:
-            raise ValueError(f"subset must be one of {', '.join(_SUBSETS)}; got {subset!r}.")
+        if not _is_subset(subset):
+            raise ValueError(
+                f"subset must be one of {', '.join(_SUBSETS)}, or a dict with 'known' or 'new' for "
+                f"each column; got {subset!r}."
+            )
         self.scoring = scoring
         self.average = average
         self.subset = subset
@@ -126,17 +134,22 @@ class ClientScorer:
             Weights of the rows, for "micro" averages.
         **params : dict
             Other arguments of the predictions, such as ``exposure``.
+
+        Raises
+        ------
+        ValueError
+            If `subset` has no row, or names a column that is not a grouping of the model.
         """
         check_consistent_length(X, y)
         ids = groups if groups is not None else ids_of_rows(X, None, self.client_column)
-        if ids is None and (self.subset != "all" or self.average != "micro"):
+        if ids is None and (_CLIENTS in self._conditions or self.average != "micro"):
             raise ValueError(
                 f"{self!r} needs groups= (sklearn.set_config(enable_metadata_routing=True)) or "
                 "client_column=."
             )
-        rows = self._rows(estimator, X, ids)
+        rows = self._rows(estimator, X, groups, ids)
         with warnings.catch_warnings():
-            if self.subset != "all":  # new clients are intended, or do not count
+            if _CLIENTS in self._conditions:  # new clients are intended, or do not count
                 warnings.simplefilter("ignore", UnseenClientsWarning)
             # The predict of a search takes no client ids; that of its best estimator does.
             responses = Responses(predicting_estimator(estimator), X, groups, params)
@@ -155,17 +168,30 @@ class ClientScorer:
     def _routing_repr(self):
         return repr(self)
 
-    def _rows(self, estimator, X, ids):
-        """Positions of the rows that count."""
+    @property
+    def _conditions(self):
+        """Whether clients ("groups") and the levels of columns are to be "known" or "new"."""
+        if isinstance(self.subset, str):
+            return {} if self.subset == "all" else {_CLIENTS: self.subset}
+        return self.subset
+
+    def _rows(self, estimator, X, groups, ids):
+        """Positions of the rows that count, with clients `ids`."""
         n_rows = num_samples(X)
-        if self.subset == "all":
-            return np.arange(n_rows)
-        is_known = match_clients(ids, n_rows, known_clients(estimator)) >= 0
-        rows = np.flatnonzero(is_known if self.subset == "known" else ~is_known)
-        if not len(rows):
-            raise ValueError(
-                f"subset={self.subset!r}: there are no rows of {self.subset} clients to score."
-            )
+        codes = {}
+        if _CLIENTS in self._conditions:
+            codes[_CLIENTS] = match_clients(ids, n_rows, known_clients(estimator))
+        columns = [name for name in self._conditions if name != _CLIENTS]
+        if columns:
+            by_column = level_codes(estimator, X, groups, columns)
+            codes |= dict(zip(columns, by_column, strict=True))
+        in_subset = np.ones(n_rows, dtype=bool)
+        for name, condition in self._conditions.items():
+            in_subset &= (codes[name] >= 0) == (condition == "known")
+        rows = np.flatnonzero(in_subset)
+        if not len(rows) and self._conditions:
+            of = f"rows of {self.subset} clients" if isinstance(self.subset, str) else "such rows"
+            raise ValueError(f"subset={self.subset!r}: there are no {of} to score.")
         return rows
 
     def _score(self, estimator, responses, y, ids, rows, sample_weight):
@@ -198,3 +224,9 @@ class ClientScorer:
         if not len(scores):
             raise ValueError(f"{self!r}: the score is not defined for any client.")
         return float(self.average(scores) if callable(self.average) else np.mean(scores))
+
+
+def _is_subset(subset):
+    if isinstance(subset, Mapping):
+        return len(subset) > 0 and all(kind in ("known", "new") for kind in subset.values())
+    return subset in _SUBSETS

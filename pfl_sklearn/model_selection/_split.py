@@ -1,6 +1,6 @@
 """Cross-validation inside clients."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
@@ -11,6 +11,7 @@ from sklearn.utils import check_consistent_length, check_random_state, column_or
 
 from pfl_sklearn._clients import (
     encode_clients,
+    encode_levels,
     ids_of_rows,
     row_counts,
     rows_by_client,
@@ -105,7 +106,7 @@ class _RandomSplitter(_ClientSplitter):
     random_state: RandomState = None
 
     def _masks(self, X, y, codes, sizes):
-        for test in self._tests(codes, sizes, y):
+        for test in self._tests(X, y, codes, sizes):
             yield ~test, test
 
     def _labels(self, codes, y):
@@ -167,7 +168,7 @@ class ClientKFold(_RandomSplitter):
 
     n_splits = parameter(default=5, ranges=[Interval(Integral, 2, None, closed="left")])
 
-    def _tests(self, codes, sizes, y):
+    def _tests(self, X, y, codes, sizes):
         if self.n_splits > len(codes):  # a fold would test nothing
             raise ValueError(f"n_splits={self.n_splits} is above the number of rows, {len(codes)}.")
         rng = self._generator()
@@ -191,10 +192,11 @@ class ClientKFold(_RandomSplitter):
 
 @with_parameters
 class ClientShuffleSplit(_RandomSplitter):
-    """Random test rows within every client, and optionally whole new clients.
+    """Random test rows within every client, and optionally whole new clients or levels.
 
     Every client that is not held out keeps at least one training row. Its number of test rows is
     `test_size` times its rows, rounded up or down at random so that the total is rounded too.
+    Held-out levels add their rows to these, and may leave a client without training rows.
 
     Parameters
     ----------
@@ -206,6 +208,11 @@ class ClientShuffleSplit(_RandomSplitter):
         Share of clients that are held out whole, so that one split tests known and new clients; at
         least one client if it is above 0. Set ``unseen="population"`` on the estimator to avoid
         warnings about new clients.
+    new_levels : dict of floats in [0, 1) by column, default=None
+        Share of the levels of a column of `X`, by its name or position, that are held out whole,
+        such as ``{"movie": 0.2}``; at least one level if it is above 0, and at most all but one.
+        All their rows are test rows, beside those that `test_size` and `new_clients` draw. A
+        missing value is no level.
     stratify : bool, default=False
         Test the same share of every class of `y`, overall and within every client. The numbers of
         test rows are the expected ones rounded up or down: for each class, each class within a
@@ -215,6 +222,12 @@ class ClientShuffleSplit(_RandomSplitter):
         come as ``groups``.
     random_state : int, RandomState instance or None, default=None
         Seed of the draws.
+
+    Raises
+    ------
+    ValueError
+        From ``split``: if a split has no test row or no training row, or if clients or levels are
+        to be held out and there is only one.
 
     Examples
     --------
@@ -230,30 +243,49 @@ class ClientShuffleSplit(_RandomSplitter):
     n_splits = parameter(default=10, ranges=[AT_LEAST_ONE])
     test_size: float = parameter(default=0.2, ranges=[BETWEEN_0_AND_1])
     new_clients: float = parameter(default=0.0, ranges=[BELOW_ONE])
+    new_levels: Mapping[str | int, float] | None = None
 
-    def _tests(self, codes, sizes, y):
-        n_new = self._n_new(sizes)
+    def _tests(self, X, y, codes, sizes):
+        n_new = _n_held_out(self.new_clients, len(sizes), "new_clients", "clients")
+        columns = [self._levels(X, *item) for item in self._shares().items()]
         rng = self._generator()
+        # Of their own, so that held-out levels do not change the other test rows.
+        (rng_of_levels,) = rng.spawn(1)
         for _ in range(self.n_splits):
             test = self._inside(codes, sizes, y, rng)
             if n_new:
-                new = np.zeros(len(sizes), dtype=bool)
-                new[rng.choice(len(sizes), n_new, replace=False)] = True
-                test |= new[codes]
+                test |= _held_out(codes, len(sizes), n_new, rng)
+            for levels, n_levels, n_new_levels in columns:
+                test |= _held_out(levels, n_levels, n_new_levels, rng_of_levels)
             if not test.any():
                 raise ValueError(
-                    "no row can be tested; take larger clients, test_size or new_clients."
+                    "no row can be tested; take larger clients, test_size, new_clients or "
+                    "new_levels."
+                )
+            if test.all():
+                raise ValueError(
+                    f"a split has no training row with new_levels={self.new_levels!r}, "
+                    f"new_clients={self.new_clients} and test_size={self.test_size}; take smaller "
+                    "shares."
                 )
             yield test
 
-    def _n_new(self, sizes):
-        """Number of clients that are held out whole."""
-        if self.new_clients == 0:
-            return 0
-        if len(sizes) < 2:
-            raise ValueError("new_clients above 0 needs at least two clients; got 1.")
-        # At least one, as the share is above 0; and one client must stay to be fitted.
-        return int(np.clip(round(self.new_clients * len(sizes)), 1, len(sizes) - 1))
+    def _shares(self):
+        """Share of the levels to hold out, by column."""
+        shares = {} if self.new_levels is None else self.new_levels
+        if not isinstance(shares, Mapping):
+            raise ValueError(f"new_levels must be a dict of shares by column; got {shares!r}.")
+        for column, share in shares.items():
+            if not BELOW_ONE.is_satisfied_by(share):
+                raise ValueError(f"new_levels[{column!r}] must be {BELOW_ONE}; got {share!r}.")
+        return shares
+
+    def _levels(self, X, column, share):
+        """Code (n,) of every row's level in a column, number of levels and of those to hold out."""
+        _, (values,) = split_columns(X, {"new_levels": column})
+        levels, codes = encode_levels(values, f"column {column!r}")
+        name = f"new_levels[{column!r}]"
+        return codes, len(levels), _n_held_out(share, len(levels), name, "levels")
 
     def _inside(self, codes, sizes, y, rng):
         """Test rows (n,) of every client."""
@@ -267,6 +299,23 @@ class ClientShuffleSplit(_RandomSplitter):
         position = ranks + rng.integers(0, sizes)[codes]
         passed = position * n_test[codes] // sizes[codes]
         return (position + 1) * n_test[codes] // sizes[codes] > passed
+
+
+def _n_held_out(share, n, name, kind):
+    """Number of `n` clients or levels that are held out whole."""
+    if share == 0:
+        return 0
+    if n < 2:
+        raise ValueError(f"{name} above 0 needs at least two {kind}; got {n}.")
+    # At least one, as the share is above 0; and one must stay to be fitted.
+    return int(np.clip(round(share * n), 1, n - 1))
+
+
+def _held_out(codes, n, n_new, rng):
+    """Rows (n_rows,) of `n_new` of `n` clients or levels, drawn at random; no row of code -1."""
+    new = np.zeros(n + 1, dtype=bool)  # the last is what the code -1 picks
+    new[rng.choice(n, n_new, replace=False)] = True
+    return new[codes]
 
 
 def _rounded(wanted, rng):

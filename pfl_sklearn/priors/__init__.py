@@ -19,6 +19,7 @@ from pfl_sklearn.priors._gamma import GammaPrior
 from pfl_sklearn.priors._gaussian import GaussianPrior
 from pfl_sklearn.priors._gaussian_mixture import GaussianMixturePrior
 from pfl_sklearn.priors._grid import GridPrior
+from pfl_sklearn.priors._grouping import GroupingPrior
 from pfl_sklearn.priors._laplace import LaplacePrior
 from pfl_sklearn.priors._sparse_dirichlet import SparseDirichletPrior
 
@@ -30,6 +31,7 @@ __all__ = [
     "GaussianMixturePrior",
     "GaussianPrior",
     "GridPrior",
+    "GroupingPrior",
     "LaplacePrior",
     "SparseDirichletPrior",
 ]

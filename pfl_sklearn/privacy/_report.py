@@ -108,7 +108,7 @@ class PrivacyReport:
     released, not_released : tuple of str
         What the promise covers, and what it does not cover.
     assumptions, warnings : tuple of str
-        What the promise rests on, and its weaknesses.
+        What the promise rests on (without a promise: notes on the fit), and its weaknesses.
     noise_reproducible : bool
         True if all rounds, or some of them, had a seed; `warnings` then name these. Anyone who
         knows the seed can remove the noise.
@@ -218,7 +218,9 @@ class PrivacyReport:
     def __str__(self) -> str:
         # Most fits are not private: a list of everything that is not covered would add nothing.
         if self.mechanism == "none" and any(map(_NOT_ASKED.fullmatch, self.warnings)):
-            return "No privacy was asked for: epsilon = inf, nothing protects the clients."
+            statement = "No privacy was asked for: epsilon = inf, nothing protects the clients."
+            notes = (f"{text[:1].upper()}{text[1:].rstrip('.')}." for text in self.assumptions)
+            return " ".join([statement, *notes])
         rows = [("promise", self._promise())]
         if math.isfinite(self.epsilon):
             rows += [

@@ -48,6 +48,7 @@ REGRESSIONS = [
     PersonalizedLogisticRegression(),
     PersonalizedPoissonRegression(),
 ]
+GROUPED = [PersonalizedLinearRegression(random="intercept", groupings=[1])]
 ROUNDS = [PPSGDRegressor(random_state=0), PPSGDClassifier(random_state=0)]
 SHORTER = {"n_rounds": 2, "local_steps": 2, "random_state": 0}
 FLAT = {"n_rounds": None, "tol": 0.3, "local_steps": 2, "random_state": 0}
@@ -85,7 +86,7 @@ COMPOSED = [
     ClientSelector(LINES, cv=3, random_state=0),
     ClientSelector(CLASSIFIERS, how="best", cv=3, random_state=0),
 ]
-FAST = [*MEANS, *REGRESSIONS, *ROUNDS, *STREAMS, *NEURAL]
+FAST = [*MEANS, *REGRESSIONS, *GROUPED, *ROUNDS, *STREAMS, *NEURAL]
 ESTIMATORS = [*FAST, *FIELD, *COMPOSED]
 # Other configurations, for our checks only.
 VARIANTS = [
@@ -283,7 +284,11 @@ def make_table(estimator, n_clients=12, seed=0):
         y = rng.poisson(np.exp(centres[groups]))
     else:
         y = 3 * centres[groups] + rng.normal(size=len(groups))
-    return rng.normal(size=(len(groups), 2)), y, groups
+    X = rng.normal(size=(len(groups), 2))
+    if estimator in GROUPED:
+        X[:, 1] = rng.integers(5, size=len(groups))
+        y += X[:, 1]
+    return X, y, groups
 
 
 def fit_quietly(estimator, X, y, **params):
@@ -337,7 +342,7 @@ TABLE_OF_COMPONENTS = {"summary.std_error", "summary.sd", "summary.correlation"}
 UNBOUNDED = {"history_.clip_norm", "history_.loss"}  # no bound, nobody took part, or overflow
 NOT_IDENTIFIED = {"population_coef_std_", "population_intercept_std_", "population_covariance_"}
 OF_ONE_CLIENT = {
-    *("icc_", "marginal_r2_", "conditional_r2_"),
+    *("icc_", "iccs_", "marginal_r2_", "conditional_r2_"),
     *("std of unseen", "summary.estimate", "log_likelihood_"),
     *("prior_.covariance", "prior_.covariances", "prior_.weights"),
 }
@@ -349,7 +354,7 @@ NOT_RECEIVED = {"received_means_", "received_stds_"}  # of those whose turn has 
 NO_MESSAGE = {"population_mean_", "population_mean_std_", "population_std_", "predict of unseen"}
 NO_MESSAGE |= {"std of unseen"}
 NO_POOLING = {"prior_.covariance", "std of unseen", "summary.estimate"}
-NO_POOLING |= {"icc_", "marginal_r2_", "conditional_r2_"}
+NO_POOLING |= {"icc_", "iccs_", "marginal_r2_", "conditional_r2_"}
 
 
 def documented_exceptions(estimator, table):

@@ -460,3 +460,33 @@ def test_logistic_models():
         CoefficientDisplay.from_estimator(several, output=3)
     lines = lines_of(ShrinkageDisplay.from_estimator(binary, local=binary, feature=1).ax_)
     np.testing.assert_array_equal(lines["local"], lines["personalized"])
+
+
+def test_effects_are_drawn_around_zero_with_the_intervals_of_their_table():
+    X, y, groups, _ = drawn()
+    site = np.array(["north", "south", "west"])[np.arange(len(y)) % 3]
+    model = ClientColumn(PersonalizedLinearRegression(groupings=["site"]), "clinic")
+    model.fit(X.assign(site=site, clinic=groups), y)
+    cases = [
+        (None, "dose", "conditional", model.effects("client")),
+        ("site", "intercept", "total", model.effects("site", errors="total")),
+    ]
+    for grouping, term, errors, table in cases:
+        display = CoefficientDisplay.from_effects(
+            model, grouping=grouping, term=term, errors=errors
+        )
+        shown = table[table["term"] == term].sort_values("estimate", kind="stable")
+        lines, intervals = lines_of(display.ax_), segments_of(display.ax_)[0]
+        np.testing.assert_allclose(lines["population"][:, 0], 0.0)
+        np.testing.assert_allclose(lines["personalized"][:, 0], shown["estimate"])
+        np.testing.assert_allclose(intervals[:, :, 0], shown[["lower", "upper"]])
+        names = [text.get_text() for text in display.ax_.get_yticklabels()]
+        assert names == list(shown["level"])
+        assert not display.ax_.patches  # the population's error is not drawn
+        assert display.ax_.get_xlabel() == f"effect on the {term}"
+    points = CoefficientDisplay.from_effects(model, grouping="site", kind="points")
+    assert points.ax_.get_xlabel() == "site, sorted"
+    with pytest.raises(ValueError, match=r"term must be one of \['intercept'\]; got 'dose'"):
+        CoefficientDisplay.from_effects(model, grouping="site", term="dose")
+    with pytest.raises(ValueError, match="one coefficient vector per client"):
+        CoefficientDisplay.from_effects(Ridge().fit(X, y))

@@ -7,7 +7,9 @@ import pandas as pd
 import pytest
 from sklearn import config_context
 from sklearn.base import clone
+from sklearn.compose import make_column_transformer
 from sklearn.dummy import DummyClassifier
+from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import (
     accuracy_score,
@@ -21,9 +23,10 @@ from sklearn.metrics import (
 )
 from sklearn.model_selection import GridSearchCV, KFold, cross_validate
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import OrdinalEncoder, StandardScaler
 
 from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, UnseenClientsWarning
+from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.metrics import ClientScorer, client_scores
 from pfl_sklearn.model_selection import ClientKFold
 
@@ -110,6 +113,92 @@ def test_subsets_without_rows():
     strangers = GROUPS + 100
     with pytest.raises(ValueError, match=r"rows.*known clients"):
         ClientScorer(MSE, subset="known")(MODEL, X, Y, groups=strangers)
+
+
+@pytest.fixture(scope="module")
+def ratings():
+    """Model of some users and movies, and rows of which others are new."""
+    rng = np.random.default_rng(0)
+    user, movie = rng.integers(0, 20, 1500), rng.integers(0, 30, 1500)
+    table = pd.DataFrame(
+        {"user": user, "movie": [f"m{k:02}" for k in movie], "length": rng.normal(size=1500)}
+    )
+    y = rng.normal(size=20)[user] + rng.normal(size=30)[movie] + rng.normal(size=1500)
+    table.loc[::50, "movie"] = None
+    movies = table["movie"].to_numpy()
+    seen = (user < 15) & np.isin(movies, [f"m{k:02}" for k in range(25)])
+    return table, y, seen, user < 15, np.isin(movies, movies[seen])
+
+
+def personalized(groupings):
+    return PersonalizedLinearRegression(
+        random="intercept", groupings=groupings, unseen="population"
+    )
+
+
+CONDITIONS = [
+    {"movie": "new"},
+    {"movie": "known"},
+    {"groups": "known", "movie": "new"},
+    {"groups": "new", "movie": "known"},
+]
+
+
+@pytest.mark.parametrize("subset", CONDITIONS, ids=repr)
+def test_subsets_by_levels(ratings, subset):
+    table, y, seen, known_user, known_movie = ratings
+    rows = (known_movie if subset["movie"] == "known" else ~known_movie).copy()
+    if "groups" in subset:
+        rows &= known_user if subset["groups"] == "known" else ~known_user
+    features, users = table[["movie", "length"]], table["user"]
+    model = personalized(["movie"]).fit(features[seen], y[seen], groups=users[seen])
+    predicted = model.predict(features, groups=users)
+    micro, macro = (ClientScorer(MSE, average=how, subset=subset) for how in ("micro", "macro"))
+    expected = squared_loss(y[rows], predicted[rows])
+    assert micro(model, features, y, groups=users) == pytest.approx(expected, rel=1e-12)
+    clients = np.unique(users[rows])
+    scores = per_client(squared_loss, y[rows], predicted[rows], clients, users[rows].to_numpy())
+    assert macro(model, features, y, groups=users) == pytest.approx(scores.mean(), rel=1e-12)
+
+    encoder = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=np.nan)
+    pipelines = [
+        personalized(["movie"]),
+        make_pipeline(
+            make_column_transformer(
+                (StandardScaler(), ["length"]), remainder="passthrough"
+            ).set_output(transform="pandas"),
+            personalized(["remainder__movie"]),
+        ),
+        # What the model gets are numbers, in another place than in the table.
+        make_pipeline(make_column_transformer((encoder, ["movie"])), personalized([0])),
+    ]
+    for estimator, key in zip(pipelines, ["movie", "movie", 0], strict=True):
+        column = ClientColumn(estimator, "user").fit(table[seen], y[seen])
+        wanted = {key if name == "movie" else name: kind for name, kind in subset.items()}
+        scorer = ClientScorer(MSE, subset=wanted, client_column="user")
+        expected = squared_loss(y[rows], column.predict(table)[rows])
+        for fitted in (column, FrozenEstimator(column)):
+            assert scorer(fitted, table, y) == pytest.approx(expected, rel=1e-12)
+
+
+def test_subsets_by_levels_that_do_not_exist(ratings):
+    table, y, seen, *_ = ratings
+    model = ClientColumn(personalized(["movie"]), "user").fit(table[seen], y[seen])
+    assert list(model.levels_) == ["movie"]
+    np.testing.assert_array_equal(model.levels_["movie"], np.unique(table["movie"][seen]))
+    scorer = ClientScorer(MSE, subset={"movie": "new"}, client_column="user")
+    with pytest.raises(ValueError, match=r"\{'movie': 'new'\}.*no such rows"):
+        scorer(model, table[seen], y[seen])
+    with pytest.raises(ValueError, match=r"'film'.*groups rows by 'movie'"):
+        ClientScorer(MSE, subset={"film": "new"}, client_column="user")(model, table, y)
+    plain = ClientColumn(personalized(None), "user").fit(table[["user", "length"]], y)
+    assert plain.levels_ == {}
+    with pytest.raises(ValueError, match=r"'movie'.*by clients alone"):
+        scorer(plain, table[["user", "length"]], y)
+    with pytest.raises(ValueError, match=r"GaussianMean.*by clients alone"):
+        ClientScorer(MSE, subset={"movie": "new"})(MODEL, X, Y)
+    with pytest.raises(ValueError, match=r"'movie'.*number.*string"):
+        scorer(model, table.assign(movie=1), y)
 
 
 @pytest.mark.parametrize("average", ["micro", "macro"])
@@ -362,6 +451,8 @@ def test_groups_must_come_from_somewhere():
     [
         ({"average": "mean"}, r"average.*'micro', 'macro'.*'mean'"),
         ({"subset": "old"}, r"subset.*all, known, new.*'old'"),
+        ({"subset": {}}, r"subset.*dict.*\{\}"),
+        ({"subset": {"movie": "all"}}, r"subset.*'known' or 'new'.*'movie': 'all'"),
         ({"scoring": "nonsense"}, "nonsense"),
     ],
 )

@@ -182,6 +182,100 @@ def test_new_clients_change_from_split_to_split():
     assert {len(clients) for clients in held_out} == {4}
 
 
+def test_splits_without_new_levels_keep_their_rows():
+    X, groups = np.zeros((12, 1)), np.repeat([0, 1, 2], [3, 4, 5])
+    splitter = ClientShuffleSplit(3, test_size=0.4, new_clients=0.3, random_state=0)
+    tested = [
+        [1, 4, 5, 7, 8, 9, 10, 11],
+        [0, 3, 5, 7, 8, 9, 10, 11],
+        [1, 5, 6, 7, 8, 9, 10, 11],
+    ]
+    for nothing in (None, {}, {0: 0.0}):
+        same = ClientShuffleSplit(**{**vars(splitter), "new_levels": nothing})
+        splits = splits_of(same, X, groups)
+        assert [test.tolist() for _, test in splits] == tested
+
+
+@quick
+@given(
+    st.integers(2, 12),
+    st.floats(0.01, 0.99),
+    st.sampled_from([0.0, 0.3]),
+    st.booleans(),
+    seeds,
+)
+def test_new_levels_are_held_out_whole(n_levels, share, new_clients, stratify, seed):
+    rng = np.random.default_rng(seed)
+    movie = np.r_[np.arange(n_levels), rng.integers(0, n_levels, 200)].astype(float)
+    movie[rng.random(len(movie)) < 0.1] = np.nan
+    groups, y = rng.integers(0, 8, len(movie)), rng.integers(0, 2, len(movie))
+    parameters = {"new_clients": new_clients, "stratify": stratify, "random_state": seed}
+    levels = np.unique(movie[~np.isnan(movie)])
+    if len(levels) < 2:
+        return
+    expected = min(max(round(share * len(levels)), 1), len(levels) - 1)
+    splits = splits_of(
+        ClientShuffleSplit(3, new_levels={0: share}, **parameters), movie[:, None], groups, y
+    )
+    without = splits_of(ClientShuffleSplit(3, **parameters), movie[:, None], groups, y)
+    for (train, test), (_, inside) in zip(splits, without, strict=True):
+        np.testing.assert_array_equal(np.sort(np.r_[train, test]), np.arange(len(movie)))
+        held_out = np.setdiff1d(test, inside)
+        # Beside the rows that are tested anyway, whole levels are, and no missing value is.
+        new = np.setdiff1d(levels, movie[train])
+        assert set(movie[held_out]) <= set(new)
+        assert len(set(movie[held_out])) <= expected <= len(new)
+
+
+def test_new_levels_of_several_columns_in_any_table():
+    rng = np.random.default_rng(0)
+    movie, state = rng.integers(0, 20, 400), rng.integers(0, 10, 400)
+    groups = rng.integers(0, 15, 400)
+    names = {
+        "movie": [f"m{k:02}" for k in movie],
+        "state": pd.Categorical([f"s{k}" for k in state]),
+    }
+    shares, seed = {"movie": 0.2, "state": 0.3}, {"random_state": 1}
+    frame = pd.DataFrame(names)
+    splits = splits_of(ClientShuffleSplit(4, new_levels=shares, **seed), frame, groups)
+    drawn = []
+    for train, _ in splits:
+        new = [np.setdiff1d(column, column[train]) for column in (movie, state)]
+        assert [len(levels) for levels in new] == [4, 3]
+        drawn.append(tuple(new[0]))
+    assert len(set(drawn)) == 4
+    tables = [
+        (pl.DataFrame({"movie": names["movie"], "state": list(names["state"])}), shares),
+        (frame.astype(str).to_numpy(), {0: 0.2, 1: 0.3}),
+        (np.column_stack([movie, state]), {0: 0.2, -1: 0.3}),
+    ]
+    for table, by_column in tables:
+        again = splits_of(ClientShuffleSplit(4, new_levels=by_column, **seed), table, groups)
+        assert as_lists(again) == as_lists(splits)
+
+
+@pytest.mark.parametrize(
+    ("new_levels", "message"),
+    [
+        (0.2, r"new_levels.*dict.*\b0\.2\b"),
+        ({"movie": 1.0}, r"new_levels\['movie'\].*\[0\.0, 1\.0\).*\b1\.0\b"),
+        ({"movie": "some"}, r"new_levels\['movie'\].*\[0\.0, 1\.0\).*'some'"),
+        ({"film": 0.2}, r"column 'film' is not a column of X.*'movie', 'one'"),
+        ({5: 0.2}, r"column 5 is not a column of X.*'movie', 'one'"),
+        ({"one": 0.2}, r"new_levels\['one'\].*two levels.*got 1\b"),
+        ({"none": 0.2}, r"new_levels\['none'\].*two levels.*got 0\b"),
+        ({"movie": 0.9, "twin": 0.9}, r"no training row.*new_levels"),
+    ],
+)
+def test_bad_new_levels(new_levels, message):
+    movie = np.array(["a", "b"] * 4)
+    table = pd.DataFrame({"movie": movie, "one": "x", "none": None, "twin": movie})
+    # Of two levels each, different ones may be held out, so that none is left.
+    splitter = ClientShuffleSplit(60, test_size=0.1, new_levels=new_levels, random_state=0)
+    with pytest.raises(ValueError, match=message):
+        splits_of(splitter, table, np.repeat([1, 2], 4))
+
+
 @quick
 @given(tables_with_classes(), st.floats(0.01, 0.99), seeds)
 def test_stratified_shuffles_round_what_is_expected_of_every_class(table, test_size, seed):

@@ -223,6 +223,14 @@ class ModelForm(NamedTuple):
     criterion: str  # name of the log-likelihood: models compare if it is the same
 
 
+class GroupingForm(NamedTuple):
+    """Levels of a further grouping, and the form of a model whose clients these would be."""
+
+    levels: np.ndarray  # (L,)
+    n_rows: np.ndarray  # (L,)
+    form: ModelForm
+
+
 class Evidence(NamedTuple):
     """Moments of the rows, number of estimated parameters, and the form of a Gaussian model."""
 
@@ -231,6 +239,7 @@ class Evidence(NamedTuple):
     form: ModelForm | None
     n_coefficients: int = 0  # those of the parameters that are population coefficients
     offset: tuple = (0.0, 0.0)  # weighted mean and mean square of the rows' known predictors
+    groupings: tuple = ()  # pairs of the name of a further grouping and its GroupingForm
 
 
 def row_moments(table, order):
@@ -289,6 +298,27 @@ def gaussian_evidence(table, design, prior, noise, criterion, n_outputs=1):
     n_coefficients = n_outputs * n_identified(moments, np.isnan(means[0]), intercept)
     n_parameters = n_coefficients + n_covariance_parameters(shape, len(varying), rank)
     return Evidence(moments, n_parameters + (noise is None), form, n_coefficients)
+
+
+def with_groupings(evidence, order, levels, known):
+    """Evidence with FittedLevels of further groupings, whose covariances may be `known`."""
+    means, groupings, n_parameters = evidence.moments.means[:-1], [], evidence.n_parameters
+    for each, is_known in zip(levels, known, strict=True):
+        varying, shape, covariance = order[each.positions], "given", None
+        if not is_known:
+            shape = _free_shape(each.prior, len(varying))[0]
+        elif each.covariance.any():
+            covariance = np.zeros((len(order), len(order)))
+            covariance[np.ix_(varying, varying)] = each.covariance
+        else:
+            varying, shape = order[:0], "zero"
+        centre = np.zeros(len(order)) if each.mean_row is None else means.copy()
+        form = evidence.form._replace(
+            varying=varying, shape=shape, rank=0, covariance=covariance, centre=centre
+        )
+        groupings.append((each.name, GroupingForm(each.levels, each.n_rows, form)))
+        n_parameters += n_covariance_parameters(shape, len(varying))
+    return evidence._replace(groupings=tuple(groupings), n_parameters=n_parameters)
 
 
 def _free_shape(prior, q):

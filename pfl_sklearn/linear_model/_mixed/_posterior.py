@@ -91,6 +91,18 @@ class RowPosterior(NamedTuple):
             result[part] = np.einsum("bpr,bpr->bp", errors, errors) + self.noise * conditional
         return result * self.scale**2
 
+    def deviation_variances(self, conditional):
+        """Variances (m, p) of deviations from the population, given its coefficients or in all."""
+        result, ratio, root = np.empty(self.rows.shape[::2]), self.ratio, self.error_root
+        for part in row_slices(len(self.rows), self.rows.shape[2] ** 2, _WHITENED_CELLS):
+            rows = self.whitened(part)
+            pulled = rows @ ratio
+            result[part] = self.noise * _given_population(ratio, pulled)
+            if not conditional:
+                errors = pulled.transpose(0, 2, 1) @ (rows @ root)
+                result[part] += np.einsum("bpr,bpr->bp", errors, errors)
+        return result * self.scale**2
+
     def shrinkage(self):
         """Posterior over prior variance (m, p) of the coefficients, given the population's."""
         ratio = self.ratio
@@ -234,7 +246,7 @@ class AveragedPosterior:
     def of_clients(self, clients):
         """The posterior of some clients alone."""
         plug_in, averages = self.plug_in.of_clients(clients), self.averages.of_clients(clients)
-        return AveragedPosterior(plug_in, self.coefficients[clients], self.share, averages)
+        return type(self)(plug_in, self.coefficients[clients], self.share, averages)
 
     def blended(self, averaged, plug_in):
         """Averaged values, and for the rest of the share those of a function ``plug_in()``."""
@@ -255,6 +267,13 @@ class AveragedPosterior:
         """Variances (m, p) of the coefficients."""
         averaged = self.averages.coefficient_variances()
         return self.blended(averaged, self.plug_in.coefficient_variances)
+
+    def deviation_variances(self, conditional):
+        """Variances (m, p) of deviations from the population; conditional ones are plug-in."""
+        if conditional:
+            return self.plug_in.deviation_variances(True)
+        averaged = self.averages.deviation_variances()
+        return self.blended(averaged, lambda: self.plug_in.deviation_variances(False))
 
     def shrinkage(self):
         """Posterior over prior variance (m, p) of the coefficients, given the population's."""
@@ -304,7 +323,8 @@ class PopulationErrors:
         copied = copy(self)  # its arrays are never written to
         # Averages hold means and variances of every client; the copy drops them all.
         if self.averaged is not None:
-            copied.averaged = self.averaged.of_clients(slice(0, 0))
+            # A slice would be a view, which holds on to the arrays.
+            copied.averaged = self.averaged.of_clients(np.arange(0))
         return copied
 
     @property
@@ -356,6 +376,8 @@ class PopulationErrors:
             return normal_bounds(estimates, np.diag(self.covariance), level)
         stds = np.sqrt(np.diag(self._covariance))
         at, mixture = np.argsort(self._order), self.averaged.averages.population
+        if mixture is None:  # moments alone
+            return normal_bounds(estimates, np.diag(self.covariance), level)
         mixture = mixture._replace(means=mixture.means[0][at], scales=mixture.scales[0][at])
         bounds = ClientIntervals(mixture, self.averaged.share, estimates, stds).central(level)
         return tuple(np.where(self.is_open, np.nan, bound) for bound in bounds)

@@ -318,6 +318,8 @@ class MixedModelEstimates(NamedTuple):
     family: Any = None  # with the fitted dispersion
     modes_found: bool = True  # for all clients
     weak: Any = None  # WeakPriors that keep the maximum finite
+    levels: Any = None  # FittedLevels of further groupings
+    variances: Any = None  # FittedVariances of all groupings
 
     @property
     def is_open(self):

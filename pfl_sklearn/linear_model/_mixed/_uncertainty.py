@@ -55,10 +55,15 @@ class Averages(NamedTuple):
     components: Any  # VarianceDraws, or the VarianceProfile of a regression with a link
     blocks: np.ndarray  # (m, q, p), scaled: of a client's random coefficients with all
     clients: Mixture  # (m, q, k), of the random coefficients
+    deviations: np.ndarray  # (m, q), variances of these less the population's
 
     def of_clients(self, clients):
         """The averages of some clients alone."""
-        return self._replace(blocks=self.blocks[clients], clients=self.clients.of_clients(clients))
+        return self._replace(
+            blocks=self.blocks[clients],
+            clients=self.clients.of_clients(clients),
+            deviations=self.deviations[clients],
+        )
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
@@ -79,6 +84,11 @@ class Averages(NamedTuple):
         """Variances (m, p) of the coefficients."""
         q = self.blocks.shape[1]
         return client_variances(self.frame.back, self.blocks, self.new_covariance[q:, q:])
+
+    def deviation_variances(self):
+        """Variances (m, p) of the clients' deviations from the population."""
+        fixed = len(self.new_covariance) - self.deviations.shape[1]
+        return np.pad(self.deviations, ((0, 0), (0, fixed)))
 
 
 class VarianceDraws(NamedTuple):
@@ -155,6 +165,15 @@ class PointPosterior(NamedTuple):
     deviations: np.ndarray  # (m, q)
     blocks: np.ndarray  # (m, q, p), covariances of a client's random coefficients with all
     ratio: np.ndarray  # (q, q)
+    spreads: np.ndarray  # (m, q, q), covariances of the deviations
+
+
+def deviation_blocks(rows, ratio, root):
+    """`spreads` (b, q, q) of the PointPosterior of clients with whitened rows (b, k, p)."""
+    q = len(ratio)
+    pulled = (rows[:, :, :q] @ ratio).transpose(0, 2, 1)
+    errors = pulled @ (rows @ root)
+    return ratio - pulled @ pulled.transpose(0, 2, 1) + errors @ errors.transpose(0, 2, 1)
 
 
 def random_blocks(rows, ratio, root):
@@ -176,7 +195,7 @@ def averages_around(case, points, posteriors, profile=None):
     frame, back = case.frame, case.frame.back
     (m, q), p = case.deviations.shape, len(case.population)
     covariance, new_covariance = np.zeros((p, p)), np.zeros((p, p))
-    blocks = np.zeros((m, q, p))
+    blocks, deviations = np.zeros((m, q, p)), np.zeros((m, q))
     located, spread, centres, errors = [], [], [], []
     # Posterior mean of the noise variance over its scale.
     larger = points.dof / max(points.dof - 2, 1) if np.isfinite(points.dof) else 1.0
@@ -186,7 +205,10 @@ def averages_around(case, points, posteriors, profile=None):
         covariance += share * noise * root @ root.T + weight * np.outer(distance, distance)
         new_covariance[:q, :q] += share * noise * point.ratio
         blocks += share * noise * point.blocks
-        client_distance = point.deviations - case.deviations + distance[:q]
+        own_distance = point.deviations - case.deviations
+        own_variances = client_variances(back[:q, :q], point.spreads, np.zeros((0, 0)))
+        deviations += share * noise * own_variances + weight * (own_distance @ back[:q, :q].T) ** 2
+        client_distance = own_distance + distance[:q]
         blocks[:, :, :q] += weight * client_distance[:, :, None] * client_distance[:, None, :]
         blocks[:, :, q:] += weight * client_distance[:, :, None] * distance[q:]
         centre = back @ point.population + case.offset
@@ -204,6 +226,7 @@ def averages_around(case, points, posteriors, profile=None):
         points.components(back[:q, :q]) if profile is None else profile,
         blocks,
         Mixture(weights, np.stack(located, axis=-1), np.stack(spread, axis=-1), dof),
+        deviations,
     )
 
 
@@ -335,7 +358,7 @@ def _solve_at_factor(case, maximum):
     root = np.zeros((p, free.shape[1]))
     root[p - len(information) :] = free
     ratio = factor @ factor.T
-    blocks = random_blocks(modes.rows, ratio, root)
+    blocks, spreads = (of(modes.rows, ratio, root) for of in (random_blocks, deviation_blocks))
     population, deviations = maximum.population[0], modes.deviations[:, 0]
-    posterior = PointPosterior(population, root, deviations, blocks, ratio)
+    posterior = PointPosterior(population, root, deviations, blocks, ratio, spreads)
     return maximum.value - log_det / 2, posterior

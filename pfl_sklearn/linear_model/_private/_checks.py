@@ -10,6 +10,7 @@ import numpy as np
 
 from pfl_sklearn._clients import encode_clients
 from pfl_sklearn.linear_model._design import column_names, resolve_design
+from pfl_sklearn.linear_model._grouping_columns import check_no_groupings
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import spread_scales
 from pfl_sklearn.linear_model._private._messages import (
@@ -67,6 +68,8 @@ def check_linear_parameters(params, prior, sample_weight):
         raise ValueError(
             f"prior={prior!r} does not go with a finite epsilon; expected a GaussianPrior."
         )
+    two_units = "does not go with a finite epsilon: a row would belong to two units"
+    check_no_groupings(params.groupings, f"{two_units}, a client and a level")
     unknown = "its effect on the sensitivity is undefined."
     check_private_bounds(params, LINEAR_BOUNDS, sample_weight, unknown)
 

@@ -17,6 +17,7 @@ from pfl_sklearn.linear_model._mixed._uncertainty import (
     PointPosterior,
     VariancePoints,
     averages_around,
+    deviation_blocks,
     random_blocks,
 )
 
@@ -57,9 +58,12 @@ def _posterior_at(likelihood, factor):
     """PointPosterior at a factor (q, r) of the covariance over the noise."""
     reduced, point = likelihood.reduced, likelihood.at(factor)
     rows, ratio, root = point.whitened.rows, point.ratio, point.root
-    blocks = reduced.by_client([random_blocks(block[:, :, :-1], ratio, root) for block in rows])
+    blocks, spreads = (
+        reduced.by_client([of(block[:, :, :-1], ratio, root) for block in rows])
+        for of in (random_blocks, deviation_blocks)
+    )
     deviations = reduced.deviations(rows, point.residuals, ratio)
-    return PointPosterior(point.coefficients, root, deviations, blocks, ratio)
+    return PointPosterior(point.coefficients, root, deviations, blocks, ratio, spreads)
 
 
 def _find_points(case):

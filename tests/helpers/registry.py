@@ -338,7 +338,9 @@ def response(model, X, groups=None):
 
 
 # What is documented to be NaN or infinite, and where.
-TABLE_OF_COMPONENTS = {"summary.std_error", "summary.sd", "summary.correlation"}
+TABLE_OF_COMPONENTS = {
+    *("summary.std_error", "summary.sd", "summary.correlation", "summary.n_levels"),
+}
 UNBOUNDED = {"history_.clip_norm", "history_.loss"}  # no bound, nobody took part, or overflow
 NOT_IDENTIFIED = {"population_coef_std_", "population_intercept_std_", "population_covariance_"}
 OF_ONE_CLIENT = {

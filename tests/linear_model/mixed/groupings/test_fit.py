@@ -327,13 +327,13 @@ def test_small_groupings_are_exact_beside_large_ones(name, monkeypatch):
 
 @pytest.fixture(scope="module")
 def large():
-    """Rows of 600 clients, 5,000 items, 150 places and 8 kinds, and their exact covariances."""
-    n, sizes = 30_000, {"client": 600, "item": 5000, "place": 150, "kind": 8}
+    """Rows of 600 persons, 5,000 items, 150 places and 8 kinds, and their exact covariances."""
+    n, sizes = 30_000, {"person": 600, "item": 5000, "place": 150, "kind": 8}
     rng = np.random.default_rng(0)
     rows = pd.DataFrame({name: rng.integers(0, size, n) for name, size in sizes.items()})
     x = rng.normal(size=n)
     effects = rng.normal(size=(600, 2)) @ np.linalg.cholesky([[0.5, 0.1], [0.1, 0.2]]).T
-    y = 1 + 0.5 * x + rng.normal(size=n) + (effects[rows["client"]] * np.stack([x**0, x], 1)).sum(1)
+    y = 1 + 0.5 * x + rng.normal(size=n) + (effects[rows["person"]] * np.stack([x**0, x], 1)).sum(1)
     for name, sd in (("item", 0.6), ("place", 0.3), ("kind", 0.4)):
         y += (sd * rng.normal(size=sizes[name]))[rows[name]]
     rows = rows.assign(x=x)
@@ -341,7 +341,7 @@ def large():
     model = PersonalizedLinearRegression(
         random="intercept",
         groupings={
-            "client": GroupingPrior(["intercept", "x"], "full"),
+            "person": GroupingPrior(["intercept", "x"], "full"),
             "place": GroupingPrior(),
             "kind": GroupingPrior(),
         },
@@ -357,10 +357,10 @@ def test_traces_by_random_signs(large, seed, monkeypatch):
     monkeypatch.setattr(_equations, "_PROBE_SEED", seed)
     rows, y, exact = large
     model = PersonalizedLinearRegression(FULL, groupings=["item", "place", "kind"])
-    model.fit(rows.drop(columns="client"), y, groups=rows["client"])
+    model.fit(rows.drop(columns="person"), y, groups=rows["person"])
     assert np.isnan(model.log_likelihood_)
     found = {name: prior.covariance for name, prior in model.groupings_.items()}
-    for name, covariance in (found | {"client": model.prior_.covariance}).items():
+    for name, covariance in (found | {"person": model.prior_.covariance}).items():
         sds = np.sqrt(np.diag(exact[name]))
         difference = (covariance - exact[name]) / np.outer(sds, sds)
         assert np.abs(difference).max() < (0.002 if len(sds) > 1 or name == "item" else 1e-4)

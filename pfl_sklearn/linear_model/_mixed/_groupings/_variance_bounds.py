@@ -248,6 +248,10 @@ def _errors(equations, free, given, free_noise):
     moves[n_free:t, t] = -1.0
     moves = np.delete(moves, np.arange(n_free, t if free_noise else t + 1), axis=1)
     information = moves.T @ information @ moves / 2
-    unit = 1 / np.sqrt(np.diag(information))
+    # An exact fit has no information on the variances, and rounding may leave negative numbers.
+    diagonal = np.diag(information)
+    unit = np.divide(
+        1.0, np.sqrt(np.abs(diagonal)), out=np.zeros_like(diagonal), where=diagonal > 0
+    )
     inverse = np.linalg.pinv(information * np.multiply.outer(unit, unit), hermitian=True)
     return moves @ (inverse * np.multiply.outer(unit, unit)) @ moves.T

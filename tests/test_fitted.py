@@ -126,7 +126,7 @@ EXCEPTIONS = {
     "inspection/_shrinkage.py ShrinkageDisplay.plot": FIGURE,
     "inspection/_stream_display.py StreamDisplay.plot": FIGURE,
     "linear_model/_mixed/_groupings/_equations.py IterativeEquations": POINT,
-    "linear_model/_mixed/_groupings/_variances.py Points.at": POINT,
+    "linear_model/_mixed/_groupings/_variances.py SuccessiveEquations.at": POINT,
     "linear_model/_mixed/_posterior.py AveragedPosterior": CACHE,
     "linear_model/_mixed/_table.py SharedStacks": CACHE,
     "metrics/_monitor.py ClientMonitor.on_fit_task_end": "scores that a callback collects",

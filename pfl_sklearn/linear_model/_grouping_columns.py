@@ -137,7 +137,7 @@ def resolve_groupings(X, groupings, weights=None):
     X = X if hasattr(X, "shape") else np.asarray(X, dtype=object)
     _check_two_dimensions(X)
     labels = column_labels(X)
-    positions = [_position(X, labels, name) for name in groupings]
+    positions = [_named_position(X, labels, name) for name in groupings]
     names = [labels[k] for k in positions] if labels is not None else positions
     if len(set(positions)) < len(positions):
         raise ValueError(f"groupings names a column twice; got {list(groupings)}.")
@@ -234,7 +234,7 @@ def _checked_names(names):
     return names
 
 
-def _position(X, labels, name):
+def _named_position(X, labels, name):
     """Position of a column of a table by its name or position, or ValueError."""
     if labels is not None:
         check_distinct([str(label) for label in labels])
@@ -314,8 +314,8 @@ def _is_categorical(X, position, values):
 
 def _check_no_numbers_or_dates(values, levels, name, is_named):
     """Raise ValueError for strings that all read as dates, or as numbers in a column not named."""
-    # A categorical declares that its values are labels. Whoever names a column of "1" and "2" knows
-    # that these are ids; dates have an order that effects of levels would lose.
+    # A categorical declares that its values are labels. A user who names a column of "1" and "2"
+    # knows that these are ids; dates have an order that effects of levels would lose.
     if isinstance(values, pd.Categorical) or not len(levels) or not isinstance(levels[0], str):
         return
     are_dates = all(_DATE.fullmatch(level) for level in levels)

@@ -18,7 +18,7 @@ from pfl_sklearn.metrics._client_scores import known_clients, level_codes
 from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
 
 _SUBSETS = ("all", "known", "new")
-_CLIENTS = "groups"  # stands for the clients among the columns of a subset
+_CLIENTS_KEY = "groups"  # stands for the clients among the columns of a subset
 
 
 class ClientScorer:
@@ -142,14 +142,14 @@ class ClientScorer:
         """
         check_consistent_length(X, y)
         ids = groups if groups is not None else ids_of_rows(X, None, self.client_column)
-        if ids is None and (_CLIENTS in self._conditions or self.average != "micro"):
+        if ids is None and (_CLIENTS_KEY in self._conditions or self.average != "micro"):
             raise ValueError(
                 f"{self!r} needs groups= (sklearn.set_config(enable_metadata_routing=True)) or "
                 "client_column=."
             )
         rows = self._rows(estimator, X, groups, ids)
         with warnings.catch_warnings():
-            if _CLIENTS in self._conditions:  # new clients are intended, or do not count
+            if _CLIENTS_KEY in self._conditions:  # new clients are intended, or do not count
                 warnings.simplefilter("ignore", UnseenClientsWarning)
             # The predict of a search takes no client ids; that of its best estimator does.
             responses = Responses(predicting_estimator(estimator), X, groups, params)
@@ -172,16 +172,16 @@ class ClientScorer:
     def _conditions(self):
         """Whether clients ("groups") and the levels of columns are to be "known" or "new"."""
         if isinstance(self.subset, str):
-            return {} if self.subset == "all" else {_CLIENTS: self.subset}
+            return {} if self.subset == "all" else {_CLIENTS_KEY: self.subset}
         return self.subset
 
     def _rows(self, estimator, X, groups, ids):
         """Positions of the rows that count, with clients `ids`."""
         n_rows = num_samples(X)
         codes = {}
-        if _CLIENTS in self._conditions:
-            codes[_CLIENTS] = match_clients(ids, n_rows, known_clients(estimator))
-        columns = [name for name in self._conditions if name != _CLIENTS]
+        if _CLIENTS_KEY in self._conditions:
+            codes[_CLIENTS_KEY] = match_clients(ids, n_rows, known_clients(estimator))
+        columns = [name for name in self._conditions if name != _CLIENTS_KEY]
         if columns:
             by_column = level_codes(estimator, X, groups, columns)
             codes |= dict(zip(columns, by_column, strict=True))

@@ -19,19 +19,19 @@ from pfl_sklearn.linear_model._mixed._groupings._equations import (
 )
 from pfl_sklearn.linear_model._mixed._groupings._points import (
     find_points,
-    log_prior,
+    log_variance_prior,
     n_parameters,
     parameters_near,
     root_at,
 )
 from pfl_sklearn.linear_model._mixed._groupings._posterior import level_slices, outer_entries
+from pfl_sklearn.linear_model._mixed._groupings._products import CELLS_AT_ONCE
 from pfl_sklearn.linear_model._mixed._identifiability import NEARLY_EXACT_NOISE
 from pfl_sklearn.linear_model._mixed._posterior import AveragedPosterior, normal_bounds
 
 _MOST_OUTER = 1000  # outer columns: a point takes a tenth of a second
 _MOST_CELLS = 1 << 20  # covariances of effects with outer columns: 8 MB
 _MOST_PARAMETERS = 12  # of which importance sampling with 256 points is still worth its errors
-_CELLS_AT_ONCE = 1 << 22  # numbers of a block of rows by pairs of effects: 32 MB
 
 
 class VariancesCase(NamedTuple):
@@ -65,7 +65,7 @@ class VariancesCase(NamedTuple):
         start = 0
         for each in self.parameters.values():
             end = start + n_parameters(each.shape)
-            result += log_prior(each.shape, values[start:end])
+            result += log_variance_prior(each.shape, values[start:end])
             start = end
         return result
 
@@ -114,12 +114,12 @@ def with_averaged_variances(estimates, equations, parameters, layout):
         layout,
     )
     share = averaging_share(sizes[chosen[0]])
-    averages = partial(average, case, estimates.posterior, share)
+    averages = partial(average_moments, case, estimates.posterior, share)
     posterior = AveragedGroupings(estimates.posterior, estimates.coefficients, 1.0, averages)
     return estimates._replace(posterior=posterior)
 
 
-def average(case, plug_in, share):
+def average_moments(case, plug_in, share):
     """EffectCovariances around the mean of all points, and for the rest of the share plug-in."""
     case = case._replace(products=case.products.with_dense_cross())
     points = find_points(case.log_density, case.start())
@@ -196,7 +196,7 @@ class EffectCovariances(NamedTuple):
         result = np.empty(len(x))
         widths = [len(frame.positions) for frame in self.frames]
         cells = (sum(widths) + self.free.back.shape[1]) ** 2
-        for part in row_slices(len(x), cells, _CELLS_AT_ONCE):
+        for part in row_slices(len(x), cells, CELLS_AT_ONCE):
             chosen = None if levels is None else [level[part] for level in levels]
             result[part] = self._block_variances(x[part], codes[part], chosen)
         # Differences, which rounding may leave below 0.

@@ -16,18 +16,17 @@ from scipy import sparse
 from scipy.linalg import cho_solve, lapack
 
 from pfl_sklearn.linear_model._algebra import row_slices, solve_lower
-from pfl_sklearn.linear_model._mixed._groupings._products import MOST_EXACT
+from pfl_sklearn.linear_model._mixed._groupings._products import CELLS_AT_ONCE, MOST_EXACT
 
-_EXACT_FIT = 1e-14  # residual squares over squares of the target that count as rounding
-_SMALLEST_SQUARES = 1e-280  # where all targets are 0, whose logarithm does not exist
-_CELLS_AT_ONCE = 1 << 22  # numbers of a block of levels by outer columns: 32 MB
+_ROUNDED_SQUARES = 1e-14  # residual squares over squares of the target that count as rounding
+_TINY_SQUARES = 1e-280  # where all targets are 0, whose logarithm does not exist
 _SMALL_RATIO = 1e-3  # of a ratio times the rows of a level
 _N_PROBES = 30  # random signs that estimate the traces of large groupings
 _N_DRAWS, _DRAWS_AT_ONCE = 200, 20  # of the posterior: a standard deviation is right to 5 %
 _PROBE_SEED = 0  # the same signs in every step and every fit
 SOLVED = 1e-9  # norm of what conjugate gradients leave, over that of the right side
 SEARCHED = 1e-5  # the same in a search, where a looser one prevents convergence, and for draws
-_MOST_STEPS = 1000  # of conjugate gradients
+_MOST_CG_STEPS = 1000  # of conjugate gradients
 _STILL_GOING = 0.75  # share of columns below which we leave out those that are solved
 
 
@@ -61,7 +60,7 @@ class Equations(ABC):
         right = self._scaled(left[:, 0])
         self._outer = self._solve(right[:, None])[:, 0]
         square = products.square - np.sum(self._inner_target**2) - right @ self._outer
-        rounding = max(_EXACT_FIT * products.square, _SMALLEST_SQUARES)
+        rounding = max(_ROUNDED_SQUARES * products.square, _TINY_SQUARES)
         self.square, self.is_exact = max(square, rounding), square <= rounding
         # As many columns as rows fit exactly, so whatever divides rounding errors will do.
         self.n_free = max(products.n_rows - (products.n_columns if restricted else 0), 1)
@@ -211,7 +210,7 @@ class DenseEquations(Equations):
         inner = products.inner - whitened.transpose(0, 2, 1) @ whitened
         left = np.eye(products.widths[0]) - whitened.transpose(0, 2, 1) @ self.whitening
         cross = block_diagonal(left) @ products.cross
-        traces = [inner.sum(axis=0) - _squares(cross, root, products.widths[0])]
+        traces = [inner.sum(axis=0) - _summed_squares(cross, root, products.widths[0])]
         n_counted = root.shape[1]
         for at, q, ratio_root in zip(
             products.outer_slices, products.widths[1:], self.roots[1:], strict=True
@@ -220,7 +219,7 @@ class DenseEquations(Equations):
             n_levels = (at.stop - at.start) // q
             share = np.linalg.eigvalsh(ratio_root.T @ blocks @ ratio_root)[0] / n_levels
             if share < _SMALL_RATIO:
-                traces.append(blocks - _squares(self.reduced[at], root, q))
+                traces.append(blocks - _summed_squares(self.reduced[at], root, q))
                 continue
             # Z'PZ is R^-T (I - S^-1) R^-1, which loses digits where ratios are small.
             factor = self._inverse_factor[:n_counted, at].T.reshape(n_levels, q, -1)
@@ -387,7 +386,7 @@ def conjugate_gradients(times, diagonal, right, tol, start=None):
     turned = scale * left
     move, length = turned.copy(), np.sum(left * turned, axis=0)
     at, tiny = np.arange(right.shape[1]), np.finfo(float).tiny
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MOST_CG_STEPS):
         going = length > least[at]
         if not going.any():
             break
@@ -441,10 +440,10 @@ def _paired(solved, signs, q):
     return (total + total.T) / 2
 
 
-def _squares(matrix, root, q):
+def _summed_squares(matrix, root, q):
     """Sum (q, q) over levels of M H H'M' for the rows M (q, r) of each level, given H (r, s)."""
     total = np.zeros((q, q))
-    for part in row_slices(matrix.shape[0] // q, q * root.shape[1], _CELLS_AT_ONCE):
+    for part in row_slices(matrix.shape[0] // q, q * root.shape[1], CELLS_AT_ONCE):
         block = matrix[part.start * q : part.stop * q] @ root
         block = block.reshape(len(block) // q, q, root.shape[1])
         total += np.einsum("lar,lbr->ab", block, block)

@@ -10,7 +10,10 @@ from pfl_sklearn._warnings import format_names, warn_caller
 from pfl_sklearn.linear_model._mixed._groupings._averaging import with_averaged_variances
 from pfl_sklearn.linear_model._mixed._groupings._scaled_rows import MOST_DENSE, scale_rows
 from pfl_sklearn.linear_model._mixed._groupings._variance_bounds import fitted_variances
-from pfl_sklearn.linear_model._mixed._groupings._variances import Points, search_variances
+from pfl_sklearn.linear_model._mixed._groupings._variances import (
+    SuccessiveEquations,
+    search_grouped_variances,
+)
 from pfl_sklearn.linear_model._mixed._identifiability import is_centred
 from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates
 
@@ -66,9 +69,9 @@ def check_memory(groupings):
 def fit_groupings(table, prior, options, rows):
     """MixedModelEstimates of GroupedRows, with FittedLevels of every further grouping."""
     scaled = scale_rows(table, prior, options.noise_variance, rows)
-    points = Points(scaled.products, options.method == "reml", scaled.is_dense)
+    points = SuccessiveEquations(scaled.products, options.method == "reml", scaled.is_dense)
     limits = options.max_iter, options.tol if scaled.is_dense else _STOP
-    result = search_variances(points, scaled.parameters, options.noise_variance, limits)
+    result = search_grouped_variances(points, scaled.parameters, options.noise_variance, limits)
     result = result._replace(equations=points.solved(result.equations))
     variances = fitted_variances(
         result,

@@ -16,11 +16,11 @@ _FALL = 6.0  # nats below the maximum at which a grid ends
 _COARSE, _FINE = 7, 13  # points of an axis that find the ends, and that integrate
 _FIRST_REACH = 1.5  # of the coarse grid around the start, in logarithms
 _MOST_BOXES = 20
-_NEGLIGIBLE = 1e-4  # weight over the largest one
+_NEGLIGIBLE_WEIGHT = 1e-4  # weight over the largest one
 _LEAST_SD = 0.05  # over the noise's, at which a search starts if the estimate is less
 _LARGEST_CORRELATION = 0.9  # likewise
 _STEP = 0.1  # of differences for the curvature
-_LEAST_CURVATURE = 0.05  # where the likelihood is flat the prior's tails count
+_FLATTEST = 0.05  # where the likelihood is flat the prior's tails count
 _WIDTH, _NARROWEST, _WIDEST = 1.5, 0.5, 3.0  # standard deviations that measure skewed sides
 _N_SAMPLED = 8  # binary logarithm of the number of points in three or more dimensions
 _DOF = 5.0  # of the proposal, whose tails have to be longer than those of the posterior
@@ -63,7 +63,7 @@ def parameters_near(shape, ratio):
     return np.concatenate([np.log(sds), np.arctanh(_partial_correlations(correlation))])
 
 
-def log_prior(shape, values):
+def log_variance_prior(shape, values):
     """Log density of parameters: half-Cauchy standard deviations, uniform correlations."""
     if shape.name != "full":
         return -np.logaddexp(values, -values).sum()
@@ -94,7 +94,7 @@ def _partial_correlations(correlation):
 def find_points(log_density, start):
     """Points for a log density (unnormalized) of t parameters, near whose mode (t,) we start."""
     points = (_on_grid if len(start) <= 2 else _around_mode)(log_density, start)
-    kept = points.weights > _NEGLIGIBLE * points.weights.max()
+    kept = points.weights > _NEGLIGIBLE_WEIGHT * points.weights.max()
     weights = points.weights[kept]
     return Points(points.values[kept], weights / weights.sum())
 
@@ -138,8 +138,8 @@ def _around_mode(log_density, start):
     loose: Any = {"gtol": 1e-2}
     mode = minimize(loss, start, method="BFGS", options=loose).x
     top, t = log_density(mode), len(start)
-    values, axes = np.linalg.eigh(-_curvature(log_density, mode))
-    axes = axes / np.sqrt(np.maximum(values, _LEAST_CURVATURE))
+    values, axes = np.linalg.eigh(-_curvature_at(log_density, mode))
+    axes = axes / np.sqrt(np.maximum(values, _FLATTEST))
     # Each side of an axis has its own width (Rue, Martino and Chopin, 2009).
     falls = [
         [top - log_density(mode + sign * _WIDTH * axis) for axis in axes.T] for sign in (-1, 1)
@@ -160,7 +160,7 @@ def _around_mode(log_density, start):
     return Points(points, np.minimum(weights, np.sqrt(len(weights)) * weights.mean()))
 
 
-def _curvature(log_density, mode):
+def _curvature_at(log_density, mode):
     """Second derivatives (t, t), by differences."""
     t = len(mode)
     result, moves = np.empty((t, t)), _STEP * np.eye(t)

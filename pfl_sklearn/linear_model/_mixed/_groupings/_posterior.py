@@ -6,8 +6,7 @@ import numpy as np
 from scipy import sparse
 
 from pfl_sklearn.linear_model._algebra import row_slices
-
-_CELLS_AT_ONCE = 1 << 22  # numbers of a block of rows by the columns of the inverse root: 32 MB
+from pfl_sklearn.linear_model._mixed._groupings._products import CELLS_AT_ONCE
 
 
 class Frame(NamedTuple):
@@ -103,7 +102,7 @@ class GroupingsPosterior(NamedTuple):
         m, q = self.whitening.shape[:2]
         pulled = self.whitening @ back.T
         result = np.sum(pulled**2, axis=1)
-        for part in row_slices(m, q * max(n_kept, 1), _CELLS_AT_ONCE):
+        for part in row_slices(m, q * max(n_kept, 1), CELLS_AT_ONCE):
             rows = self.explained[part.start * q : part.stop * q] @ root
             errors = pulled[part].transpose(0, 2, 1) @ rows.reshape(-1, q, n_kept)
             result[part] += np.sum(errors**2, axis=2)
@@ -131,7 +130,7 @@ class GroupingsPosterior(NamedTuple):
         """Variance (n,) over the noise of rows of clients, from their inner and outer columns."""
         (n, q), seen = inner.shape, codes >= 0
         result = np.empty(n)
-        for part in row_slices(n, self.inverse_root.shape[1] + q * q, _CELLS_AT_ONCE):
+        for part in row_slices(n, self.inverse_root.shape[1] + q * q, CELLS_AT_ONCE):
             at = np.maximum(codes[part], 0)
             known = np.where(seen[part, None], inner[part], 0.0)
             if len(self.whitening):

@@ -14,7 +14,7 @@ from scipy import sparse
 from pfl_sklearn.linear_model._algebra import row_slices
 
 MOST_EXACT = 300  # effects of a grouping that conjugate gradients leave to an exact solve
-_CELLS_AT_ONCE = 1 << 22  # numbers of the products of a block of rows: 32 MB
+CELLS_AT_ONCE = 1 << 22  # numbers of a block of rows or levels by columns: 32 MB
 
 
 class Grouping(NamedTuple):
@@ -150,7 +150,7 @@ def _products_by_level(grouping):
     q, seen = grouping.width, grouping.codes >= 0
     result = np.zeros((grouping.n_levels, q * q))
     columns, codes = grouping.columns[seen], grouping.codes[seen]
-    for part in row_slices(len(codes), q * q, _CELLS_AT_ONCE):
+    for part in row_slices(len(codes), q * q, CELLS_AT_ONCE):
         rows = columns[part]
         pairs = (rows[:, :, None] * rows[:, None, :]).reshape(len(rows), -1)
         sums = sparse.csr_array(

@@ -6,7 +6,7 @@ import numpy as np
 
 from pfl_sklearn.linear_model._mixed._groupings._posterior import Frame, Layout
 from pfl_sklearn.linear_model._mixed._groupings._products import Grouping, Products, products_of
-from pfl_sklearn.linear_model._mixed._groupings._search import Shape
+from pfl_sklearn.linear_model._mixed._groupings._search import RatioShape
 from pfl_sklearn.linear_model._mixed._groupings._variances import make_parameters
 from pfl_sklearn.linear_model._mixed._identifiability import (
     check_covariance_identified,
@@ -17,7 +17,7 @@ from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling
 
 MOST_DENSE = 4000  # outer columns, whose dense factor takes 128 MB
 _DEPENDENT = 1e-9  # length of what a column adds to those before it, over its own length
-_SPARSE = 0.5  # share of zeros from which on a column is centred by the roots, and stays sparse
+_SPARSE_SHARE = 0.5  # of zeros, from which on a column stays sparse, and roots centre it
 
 
 class GroupingColumn(NamedTuple):
@@ -116,13 +116,13 @@ def _frames(table, prior, noise, rows, scale, centre):
     known = [_client_covariance(table, prior, noise)]
     known += [each.prior.known_covariance(len(each.positions)) for each in rows.groupings]
     # Shapes hold for centred columns; sparse ones stay as they are, and roots turn to these.
-    is_sparse = np.mean(rows.columns == 0, axis=0) > _SPARSE
+    is_sparse = np.mean(rows.columns == 0, axis=0) > _SPARSE_SHARE
     frames, parameters = [], []
     for (at, each, varies), covariance in zip(kinds, known, strict=True):
         shaped = _frame(at, scale, centre, table.intercept, each.centered)
         frame = _frame(at, scale, centre * ~is_sparse, table.intercept, each.centered)
         turn = np.linalg.solve(frame.back, shaped.back)
-        shape = Shape(each.covariance_type or "diag", varies)
+        shape = RatioShape(each.covariance_type or "diag", varies)
         frames.append(frame)
         parameters.append(make_parameters(shape, covariance, shaped.back, turn))
     return frames, parameters

@@ -6,14 +6,14 @@ import numpy as np
 from scipy.optimize import lsq_linear
 
 _DAMPING, _LEAST_DAMPING, _FAILED_DAMPING = 1e-4, 1e-8, 0.1  # shares of expected information
-_LARGEST_STEP = 10.0  # factor by which a variance grows in one step, at most
+_LARGEST_GROWTH = 10.0  # factor by which a variance grows in one step, at most
 _SHRINKAGE, _LEAST_ROOT = 0.9, 1e-8  # of a diagonal entry of a root in one step, and in the end
-_LEAST_CURVATURE = 1e-12  # eigenvalue of information, at a unit diagonal
+_LEAST_INFORMATION = 1e-12  # eigenvalue of information, at a unit diagonal
 _ROUNDING = 1e-13  # of the criterion, per row
 _MOST_DAMPING = 1e8
 
 
-class Shape(NamedTuple):
+class RatioShape(NamedTuple):
     """Ratios (q, q) of a grouping that are searched; columns that do not vary keep theirs."""
 
     name: str  # "diag", "spherical" or "full"
@@ -29,7 +29,7 @@ class SearchResult(NamedTuple):
 
 
 def search_ratios(equations_at, starts, shapes, turns, max_iter, tol, floor=0.0):
-    """SearchResult for roots of the ratios, from starts (q, q), each a Shape or None if known.
+    """SearchResult for roots of the ratios, from starts (q, q), each a RatioShape or None if known.
 
     ``equations_at(roots)`` gives the equations, for roots times `turns` (q, q) on their left, as
     shapes hold for other columns than the equations'. A diagonal ratio moves by steps of its
@@ -51,7 +51,7 @@ def search_ratios(equations_at, starts, shapes, turns, max_iter, tol, floor=0.0)
         average = equations.information([(move.k, move.direction) for move in moves])
         # Near zero average information may be far too small, and steps would go to and fro.
         average += np.diag(np.maximum(bent - np.diag(average), 0.0))
-        average += _curvature(moves, turns, equations.slopes)
+        average += _root_curvature(moves, turns, equations.slopes)
         expected = np.array([expected_information(move, equations) for move in moves])
         bounds = np.array([(move.lowest, move.highest) for move in moves]).T
         while True:
@@ -122,14 +122,14 @@ def free_moves(roots, shapes, turns):
 def _entry_move(k, root, a, b):
     """Move of the entry (a, b) of a lower triangular root."""
     half = np.outer(np.eye(len(root))[a], root[:, b])
-    farthest = np.sqrt(_LARGEST_STEP) * max(np.linalg.norm(root[a]), 1.0)
+    farthest = np.sqrt(_LARGEST_GROWTH) * max(np.linalg.norm(root[a]), 1.0)
     lowest = -farthest
     if a == b:  # a diagonal of zero could not grow any more
         lowest = -min(_SHRINKAGE * root[a, a], max(root[a, a] - _LEAST_ROOT, 0.0))
     return Move(k, half + half.T, lowest, farthest, (a, b))
 
 
-def _curvature(moves, turns, slopes):
+def _root_curvature(moves, turns, slopes):
     """What the squares of steps of Cholesky factors add to the second derivatives (t, t)."""
     result = np.zeros((len(moves), len(moves)))
     for k in {move.k for move in moves if move.entry is not None}:
@@ -162,7 +162,7 @@ def _bounded_step(slope, second, bounds):
     """Step (t,) to the minimum of a quadratic between bounds (2, t)."""
     unit = np.sqrt(np.diag(second))
     values, vectors = np.linalg.eigh(second / unit / unit[:, None])
-    roots = np.sqrt(np.maximum(values, _LEAST_CURVATURE))
+    roots = np.sqrt(np.maximum(values, _LEAST_INFORMATION))
     aim = -(vectors.T @ (slope / unit)) / roots
     # A bound of zero must be below the upper one, and is: some step up is free.
     step = lsq_linear(roots[:, None] * vectors.T, aim, bounds * unit, method="bvls").x
@@ -187,7 +187,7 @@ def _after(roots, shapes, moves, step, floor):
         aim = variances.copy()
         for together, change in zip(_columns_together(shape), part, strict=True):
             aim[together] += change
-        most = _LARGEST_STEP * np.maximum(variances, 1.0)
+        most = _LARGEST_GROWTH * np.maximum(variances, 1.0)
         after = np.where(shape.varies, np.clip(aim, floor, most), variances)
         result.append(np.diag(np.sqrt(after)))
     return result

@@ -12,7 +12,7 @@ from scipy.optimize import brentq, minimize_scalar
 from scipy.special import lambertw, ndtri
 
 from pfl_sklearn.linear_model._mixed._groupings._search import (
-    Shape,
+    RatioShape,
     expected_information,
     free_moves,
     search_ratios,
@@ -21,9 +21,9 @@ from pfl_sklearn.linear_model._mixed._groupings._search import (
 _MOST_PROFILED = 500  # outer columns: a search from nearby then takes a tenth of a second
 _WIDER = 2.0  # factor by which the bracket of a bound grows, on the logarithmic scale
 _MOST_WIDENINGS = 30
-_LONGEST_STEP = 3.0  # of the logarithm, to the first bracket
+_LONGEST_BRACKET = 3.0  # of the logarithm, to the first bracket
 _TOLERANCE = 1e-4  # of the logarithm of a bound
-_FLAT = 0.03  # of the logarithm of a ratio: at a maximum that is 1e-4 of the value
+_FLAT_RATIO = 0.03  # of the logarithm of a ratio: at a maximum that is 1e-4 of the value
 
 
 class FittedVariances(NamedTuple):
@@ -77,7 +77,7 @@ class FittedVariances(NamedTuple):
         root = self.profile.roots[k][a, a]
         unit = (self.backs[k][a] @ self.profile.turns[k][:, a]) ** 2
         if root > 0:
-            start, step = np.log(root**2), min(z * share, _LONGEST_STEP)
+            start, step = np.log(root**2), min(z * share, _LONGEST_BRACKET)
             lower = self.profile.lower(k, a, start, step, z, dof)
         else:  # a small share of the upper bound is allowed
             start, step, lower = np.log(z * self.edges[k][a] / unit) - 1.0, 1.0, 0.0
@@ -108,7 +108,7 @@ class RatioProfile(NamedTuple):
     """Profile likelihood of single ratios: the others and the noise are at their best."""
 
     points: Any  # gives the equations at roots of the ratios
-    shapes: list  # Shape of every grouping
+    shapes: list  # RatioShape of every grouping
     turns: list  # (q, q), lead to the columns of the equations
     roots: list  # (q, q), of the estimated ratios
     noise: float | None  # if known
@@ -157,7 +157,9 @@ class RatioProfile(NamedTuple):
         if self.noise is not None:
             return self.noise * np.exp(end)
         ends = min(start, end), max(start, end)
-        best = minimize_scalar(against, bounds=ends, method="bounded", options={"xatol": _FLAT})
+        best = minimize_scalar(
+            against, bounds=ends, method="bounded", options={"xatol": _FLAT_RATIO}
+        )
         return np.exp(-sign * best.fun)
 
     def _excess(self, k, a, ratio, z):
@@ -167,7 +169,7 @@ class RatioProfile(NamedTuple):
         roots[k][a, a] = np.sqrt(ratio)
         varies = shapes[k].varies.copy()
         varies[a] = False
-        shapes[k] = Shape("diag", varies) if varies.any() else None
+        shapes[k] = RatioShape("diag", varies) if varies.any() else None
         equations_at = partial(self.points.at, noise=self.noise)
         equations = search_ratios(equations_at, roots, shapes, self.turns, *self.limits).equations
         return equations.criterion - self.criterion - z**2, equations.noise

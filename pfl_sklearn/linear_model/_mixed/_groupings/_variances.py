@@ -12,7 +12,7 @@ from pfl_sklearn.linear_model._mixed._groupings._equations import (
     DenseEquations,
     IterativeEquations,
 )
-from pfl_sklearn.linear_model._mixed._groupings._search import Shape, search_ratios
+from pfl_sklearn.linear_model._mixed._groupings._search import RatioShape, search_ratios
 
 _START = 0.25  # ratio of every variance to the noise's, for columns of unit size
 _NOISE_MARGIN, _NOISE_STEP, _LOWEST_NOISE = 1.0, 2.0, 30.0  # of log noise, in a search for it
@@ -22,7 +22,7 @@ _NOISE_TOLERANCE = 1e-9  # of the logarithm
 class Parameters(NamedTuple):
     """What a search knows of a grouping's covariance, in the columns to which its shape refers."""
 
-    shape: Shape | None  # None where the covariance is known
+    shape: RatioShape | None  # None where the covariance is known
     root: np.ndarray  # (q, q), of the covariance if that is known, otherwise of the first ratio
     turn: np.ndarray  # (q, q), leads to the columns of the equations
 
@@ -40,7 +40,7 @@ def make_parameters(shape, covariance, back, turn):
     return Parameters(None, vectors * np.sqrt(np.maximum(values, 0.0)), turn)
 
 
-class Points:
+class SuccessiveEquations:
     """Equations at one point after the other; iterative ones start from the last solutions."""
 
     def __init__(self, products, restricted, dense):
@@ -67,7 +67,7 @@ class Points:
         return self.at(equations.roots, noise, SOLVED)
 
 
-def search_variances(points, parameters, noise, limits):
+def search_grouped_variances(points, parameters, noise, limits):
     """SearchResult for groupings with these Parameters; limits are of iterations and gain."""
     shapes, turns = [each.shape for each in parameters], [each.turn for each in parameters]
     starts, known = [each.root for each in parameters], [shape is None for shape in shapes]

@@ -11,7 +11,7 @@ from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.linear_model._mixed._groupings import _averaging, _points
 from pfl_sklearn.linear_model._mixed._groupings._averaging import AveragedGroupings
 from pfl_sklearn.linear_model._mixed._groupings._posterior import GroupingsPosterior
-from pfl_sklearn.linear_model._mixed._groupings._search import Shape
+from pfl_sklearn.linear_model._mixed._groupings._search import RatioShape
 from pfl_sklearn.priors import GaussianPrior, GroupingPrior
 from tests.helpers.dense_groupings import Effects, posterior
 from tests.helpers.slow import slow
@@ -200,7 +200,7 @@ def test_importance_sampling_agrees_with_a_grid(covariance_type):
 @pytest.mark.parametrize("q", [2, 3, 5])
 def test_parameters_of_a_full_covariance_are_those_of_its_root(q):
     rng = np.random.default_rng(q)
-    shape = Shape("full", np.ones(q, bool))
+    shape = RatioShape("full", np.ones(q, bool))
     values = rng.normal(0, 0.5, _points.n_parameters(shape))
     root = _points.root_at(shape, values)
     ratio = root @ root.T
@@ -212,10 +212,10 @@ def test_parameters_of_a_full_covariance_are_those_of_its_root(q):
 
 def test_correlations_are_uniform_under_the_prior():
     # In three dimensions every correlation of a uniform matrix has the variance 1 / 4.
-    shape, rng = Shape("full", np.ones(3, bool)), np.random.default_rng(0)
+    shape, rng = RatioShape("full", np.ones(3, bool)), np.random.default_rng(0)
     angles = rng.normal(0, 1.2, (4000, 3))
     logs = np.array([
-        _points.log_prior(shape, np.concatenate([np.zeros(3), each])) for each in angles
+        _points.log_variance_prior(shape, np.concatenate([np.zeros(3), each])) for each in angles
     ]) + 0.5 * np.sum((angles / 1.2) ** 2, axis=1)  # fmt: skip
     weights = np.exp(logs - logs.max())
     roots = [_points.root_at(shape, np.concatenate([np.zeros(3), each])) for each in angles]

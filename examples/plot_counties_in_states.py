@@ -7,9 +7,9 @@ as a state here). A home belongs to a county, and the county to a state. Some co
 of measurements, but half of them have ten or fewer. A county with few should borrow from others,
 most of all from those in its own state.
 
-The county is the client. The state is a column of the table, named in ``groupings``. The model need
-not be told that counties lie in states: the rows say so. A county may also lie in two, as do the 17
-counties of Minnesota that have homes on tribal lands.
+The county is the client. The state is a column of the table, named in ``groupings``. Nested
+counties need no further option. A county may also lie in two states, as do the 17 counties of
+Minnesota that have homes on tribal lands.
 """
 
 # %%

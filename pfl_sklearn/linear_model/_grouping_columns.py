@@ -178,7 +178,7 @@ def read_groupings(split, values, priors, clients, resolve_random):
         if _same_partition(one.codes, other.codes):
             raise ValueError(
                 f"grouping columns {one.name!r} and {other.name!r} group the rows in the same way, "
-                "so their effects cannot be told apart; leave one of them out of X."
+                "so the data cannot separate their effects; leave one of them out of X."
             )
     check_memory(columns)
     all_levels = tuple(column.levels for column in columns)
@@ -296,8 +296,8 @@ def _level_values(X, position, values, name):
     # A missing value turns integers into floats, which do not tell large ones apart.
     if values.dtype.kind == "f" and (np.abs(values) >= LARGEST_EXACT).any():
         raise ValueError(
-            f"column {name!r} of X holds floats beyond 2**53, which do not tell whole numbers "
-            "apart; give integers without missing values, or strings."
+            f"column {name!r} of X holds floats beyond 2**53 or infinite ones, which may stand for "
+            "several whole numbers; give integers without missing values, or strings."
         )
     return values
 

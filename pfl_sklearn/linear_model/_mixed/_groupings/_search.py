@@ -28,12 +28,12 @@ class SearchResult(NamedTuple):
     converged: bool
 
 
-def search_ratios(equations_at, starts, shapes, turns, max_iter, tol, floor=0.0):
+def search_ratios(equations_at, starts, shapes, turns, max_iter, tol):
     """SearchResult for roots of the ratios, from starts (q, q), each a RatioShape or None if known.
 
     ``equations_at(roots)`` gives the equations, for roots times `turns` (q, q) on their left, as
     shapes hold for other columns than the equations'. A diagonal ratio moves by steps of its
-    variances, which end at `floor`; a full one by steps of its Cholesky factor, since at a
+    variances, which end at 0; a full one by steps of its Cholesky factor, since at a
     singular maximum it has to turn as well as to shrink.
     """
     roots = list(starts)
@@ -58,7 +58,7 @@ def search_ratios(equations_at, starts, shapes, turns, max_iter, tol, floor=0.0)
             second = average + damping * np.diag(expected)
             step = _bounded_step(slope, second, bounds)
             gain = -step @ (slope + second @ step / 2)
-            trial_roots = _after(roots, shapes, moves, step, floor)
+            trial_roots = _after(roots, shapes, moves, step)
             trial = _tried(turned, trial_roots)
             done = gain <= max(tol**2, least)
             # Without a criterion, steps are only as long as average information says.
@@ -169,7 +169,7 @@ def _bounded_step(slope, second, bounds):
     return np.clip(step / unit, *bounds)
 
 
-def _after(roots, shapes, moves, step, floor):
+def _after(roots, shapes, moves, step):
     """Roots after a step."""
     result, used = [], 0
     for k, (root, shape) in enumerate(zip(roots, shapes, strict=True)):
@@ -188,6 +188,6 @@ def _after(roots, shapes, moves, step, floor):
         for together, change in zip(_columns_together(shape), part, strict=True):
             aim[together] += change
         most = _LARGEST_GROWTH * np.maximum(variances, 1.0)
-        after = np.where(shape.varies, np.clip(aim, floor, most), variances)
+        after = np.where(shape.varies, np.clip(aim, 0.0, most), variances)
         result.append(np.diag(np.sqrt(after)))
     return result

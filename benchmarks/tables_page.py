@@ -257,22 +257,22 @@ def best_peer(found):
 
 def page(results):
     """Page of all tasks that are complete."""
-    parts = [_INTRODUCTION]
+    parts, shown = [_INTRODUCTION], {}
     complete = {kind: found for kind in KINDS if (found := _complete(results, kind))}
     for kind, tasks in complete.items():
-        shown = {task: shown_summaries(task, kind, found) for task, found in tasks.items()}
+        each = {task: shown_summaries(task, kind, found) for task, found in tasks.items()}
         header = ["Table", "Stacking", "Best of the others", "", "More than stacking"]
-        rows = [_overview(task, found) for task, found in shown.items()]
-        parts.append(_heading(f"{TITLES[kind]}: overview", "-") + _standing(shown.values()))
+        rows = [_overview(task, found) for task, found in each.items()]
+        parts.append(_heading(f"{TITLES[kind]}: overview", "-") + _standing(each.values()))
         parts.append(_csv(header, rows))
+        shown[kind] = each
     for task in TASKS:
         kinds = [kind for kind, tasks in complete.items() if task in tasks]
         parts.append(_heading(_title(task), "-") if kinds else "")
         for kind in kinds:
-            found = complete[kind][task]
-            each = shown_summaries(task, kind, found)
+            each = shown[kind][task]
             parts.append(_heading(TITLES[kind], "~") + _csv(_HEADER, list(map(_row, each.items()))))
-            parts.append(_words(task, kind, found))
+            parts.append(_words(task, kind, complete[kind][task], best_peer(each)))
     return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
 
 
@@ -317,7 +317,7 @@ def _row(item):
     ]
 
 
-def _words(task, kind, found):
+def _words(task, kind, found, best):
     """Which parts of the stack predicted, what was not possible, and why another is better."""
     lines = [line for line in found.values() if line["kind"] == kind]
     part = "new_part_" if kind == "whole" else "known_part_"
@@ -332,7 +332,7 @@ def _words(task, kind, found):
     }
     if missing:
         words.append("Left out: " + "; ".join(f"{k} ({v})" for k, v in missing.items()) + ".")
-    name, peer = best_peer(shown_summaries(task, kind, found))
+    name, peer = best
     if peer.excess < 0:
         words.append(
             f"The error of {PLAIN.get(name, name)} is smaller by {_shown(-peer.excess)}, "

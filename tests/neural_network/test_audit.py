@@ -33,6 +33,7 @@ from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy._mechanisms._printed import _noisy_steps
 from pfl_sklearn.privacy._mechanisms._printed._noisy_steps import NoisySteps
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
+from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -190,7 +191,7 @@ def of_constants(release):
     return lambda mechanism, sent, *given: release(mechanism, np.ones_like(sent), *given)
 
 
-@every_sum
+@pytest.mark.parametrize("name", ["fedavg", "labels"])  # one of each mechanism
 def test_halved_noise_is_convicted(name, monkeypatch):
     scale_noise(monkeypatch, 0.5)
     assert lower_bound(name) > 2.0
@@ -219,7 +220,7 @@ def within(messages):
     return np.ones(len(messages), dtype=bool)
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", ["ppsgd_net", *slow(["adaped", "fedem", "adamix_net"])])
 def test_parts_that_are_clipped_apart_are_convicted(name, monkeypatch):
     def apart(messages, bound, bounded):
         parts = np.split(messages.reshape(len(messages), -1), PARTS[name], axis=1)
@@ -273,6 +274,7 @@ def test_messages_with_noise_in_every_step_keep_their_promise():
     assert_promise(fitted(PER_STEP, True).privacy_)
 
 
+@pytest.mark.slow
 def test_noise_that_counts_every_step_is_convicted():
     """What would do if the steps were releases of their own; with 4 steps it is half the noise."""
     too_little = clone(PER_STEP).set_params(noise_multiplier=math.sqrt(2 * STEPS))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from pfl_sklearn import AdaPeDClassifier, FedAvgClassifier, LocalNetClassifier
+from pfl_sklearn import FedAvgClassifier, LocalNetClassifier
 from pfl_sklearn.datasets import load_digits_clients
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
 from tests.helpers.nets import N_CLASSES, N_INPUTS, Probabilities, recipe, table
@@ -47,7 +47,7 @@ def by_bayes(plain, prior):
     return found / found.sum(axis=1, keepdims=True)
 
 
-@pytest.mark.parametrize("prior", [DirichletPrior(), SparseDirichletPrior(), "client"])
+@pytest.mark.parametrize("prior", [DirichletPrior(), "client"])
 def test_the_global_net_is_read_by_bayes_rule(prior):
     plain, model = plain_fit(), fit(label_prior=prior)
     np.testing.assert_array_equal(model.population_parameters_, plain.population_parameters_)
@@ -58,12 +58,10 @@ def test_the_global_net_is_read_by_bayes_rule(prior):
     assert model.score(*DATA, groups=DIGITS.groups) > plain.score(*DATA, groups=DIGITS.groups) + 0.1
 
 
-@pytest.mark.parametrize("kind", [FedAvgClassifier, AdaPeDClassifier])
-def test_an_infinite_concentration_changes_nothing(kind):
+def test_an_infinite_concentration_changes_nothing():
     """Up to its rounding: every client then has the population's label frequencies."""
     even = DirichletPrior(np.full(10, 0.1), 1e15)
-    more = {"fine_tune_steps": 2} if kind is FedAvgClassifier else {"n_rounds": 2}
-    plain, model = fit(kind, **more), fit(kind, label_prior=even, **more)
+    plain, model = fit(fine_tune_steps=2), fit(label_prior=even, fine_tune_steps=2)
     np.testing.assert_allclose(proba(model), proba(plain), rtol=1e-4)
 
 

@@ -24,6 +24,7 @@ from pfl_sklearn.neural_network import (
 from pfl_sklearn.neural_network._engine import _engine
 from tests.helpers.fitted_rounds import initial_net
 from tests.helpers.nets import SIZES, DoubleMLP, recipe, table
+from tests.helpers.slow import slow
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 N_ROUNDS, STEPS = 2, 2
@@ -90,7 +91,8 @@ def loop_of_rounds(client_steps, net, X, y, groups, n_batches):
     ("name", "stacked"),
     [
         *((name, True) for name in METHODS),
-        *((name, False) for name in ("pfedme", "apfl", "fedrep", "fedem")),
+        *((name, False) for name in ("apfl", "fedem")),
+        *slow([("pfedme", False), ("fedrep", False)]),
     ],
 )
 def test_rounds_are_those_of_a_loop(name, stacked, net_loops, monkeypatch):

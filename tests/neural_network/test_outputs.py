@@ -15,9 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 SHORT = {"n_rounds": 2, "local_steps": 2, "random_state": 0}
 # Labels of the three classes, and their outputs in a net of five.
 LABELS = {
-    "positions": (np.array([0, 1, 4]), [0, 1, 4]),
     "floats": (np.array([0.0, 2.0, 3.0]), [0, 2, 3]),
-    "other numbers": (np.array([10, 20, 30]), [0, 1, 2]),
     "strings": (np.array(["a", "b", "c"]), [0, 1, 2]),
 }
 

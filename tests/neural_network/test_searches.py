@@ -12,6 +12,7 @@ from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
 from pfl_sklearn.neural_network import FedAvgClassifier, PerFedAvgClassifier, PFedMeClassifier
 from tests.helpers.net_fits import fit
 from tests.helpers.nets import net_of, population_weights, recipe, table
+from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -86,7 +87,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["pFedMe", "heads", *slow(["Per-FedAvg", "noise"])])
 def test_scores_are_those_of_shorter_fits(name):
     """And looks change nothing."""
     X, y, groups = table()

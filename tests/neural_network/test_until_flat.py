@@ -190,7 +190,7 @@ def test_the_last_phase_takes_the_learning_rate_after_the_rounds():
     np.testing.assert_array_equal(stopped.parameters_, whole.parameters_)
 
 
-@pytest.mark.parametrize("net", [Convolutions, Normed])
+@pytest.mark.parametrize("net", [Normed, *slow([Convolutions])])
 def test_other_modules_are_judged_in_evaluation_mode(net, checks):
     shape = (1, 8, 8) if net is Convolutions else (N_INPUTS,)
     X, y, groups = table(shape)

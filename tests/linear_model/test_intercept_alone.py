@@ -34,7 +34,8 @@ LINE = PersonalizedLinearRegression()
 )
 def test_a_table_without_columns_gives_the_model_of_a_column_of_zeros(model, y, table):
     zeros = np.zeros((120, 1))
-    expected = model.set_params(random="intercept").fit(zeros, y, groups=GROUPS)
+    model.set_params(random="intercept", uncertainty="plug_in")
+    expected = model.fit(zeros, y, groups=GROUPS)
     intercepts, likelihood = expected.intercept_, expected.log_likelihood_
     band = expected.predict_interval(zeros, groups=GROUPS)
     model.set_params(random="auto" if "auto" in model._random_keywords else "all")

@@ -294,7 +294,7 @@ def test_covariance_of_a_simulation_is_recovered():
 
 @pytest.mark.parametrize(
     ("covariance_type", "n_classes"),
-    [("spherical", 2), ("diag", 2), ("full", 2), ("low_rank", 2), ("full", 3)],
+    [("spherical", 2), ("diag", 2), ("low_rank", 2), ("full", 3)],
 )
 def test_every_shape_is_fitted_to_its_maximum(covariance_type, n_classes):
     """No step from the estimate, in any direction that its shape allows, is a gain."""
@@ -458,8 +458,7 @@ def test_no_differences_between_clients_is_an_answer():
     np.testing.assert_array_equal(model.shrinkage_, 1)
 
 
-@pytest.mark.parametrize("random", ["all", "intercept"])
-@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize(("random", "single"), [("all", False), ("intercept", True)])
 def test_the_warning_names_the_features_that_separate(random, single):
     rng = np.random.default_rng(0)
     frame = pd.DataFrame(rng.normal(size=(300, 4)) * [1.0, 10.0, 0.1, 1.0], columns=list("abcd"))

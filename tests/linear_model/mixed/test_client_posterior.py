@@ -190,12 +190,13 @@ def sums_of(model):
 def test_shipped_tables_are_balanced():
     heart, baseball = load_heart_disease(), load_baseball()
     X = StandardScaler().fit_transform(heart.data)
-    model = model_of("classes", random="intercept").fit(X, heart.target, groups=heart.groups)
+    model = model_of("classes", random="intercept", uncertainty="plug_in")
+    model.fit(X, heart.target, groups=heart.groups)
     observed, expected = sums_of(model)
     np.testing.assert_array_equal(observed, heart.target.sum())
     np.testing.assert_allclose(expected, observed, rtol=1e-3)
     hits, at_bats = baseball.successes, baseball.trials
-    model = model_of("counts", random="intercept")
+    model = model_of("counts", random="intercept", uncertainty="plug_in")
     model.fit(np.zeros((18, 1)), hits, groups=baseball.groups, exposure=at_bats)
     np.testing.assert_allclose(*sums_of(model), rtol=1e-3)
     assert not hasattr(model.for_client(baseball.groups[0]), "_balance")

@@ -29,6 +29,7 @@ from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import ClippedSum, PrivacyLedger, PrivacyWarning, gdp_mu
 from tests.helpers.blinded import blind
 from tests.helpers.round_noise import check_noise, record_noise
+from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings(f"ignore::{PrivacyWarning.__module__}.PrivacyWarning")
 BOUNDS = {"feature_bound": math.sqrt(2), "max_rows_per_client": 24}
@@ -87,7 +88,9 @@ def test_without_noise_to_speak_of_it_is_nearly_the_exact_fit(kind):
     np.testing.assert_allclose(private.intercept_, exact.intercept_, atol=0.1)
 
 
-@pytest.mark.parametrize(("random", "kind"), [("all", "classes"), (["intercept", 1], "counts")])
+@pytest.mark.parametrize(
+    ("random", "kind"), [*slow([("all", "classes")]), (["intercept", 1], "counts")]
+)
 def test_without_noise_slopes_are_nearly_those_of_the_exact_fit(kind, random):
     """Both by Laplace's approximation, with a diagonal covariance of the columns as they are."""
     X, y, groups = draw_slopes(400 if kind == "classes" else 200, kind=kind)

@@ -105,7 +105,7 @@ def test_predictions_count_the_averages_of_known_and_unknown_clients_and_levels(
 def test_the_points_stand_for_the_whole_posterior(scale):
     X, y, client = crossed(seed=1, scale=scale)
     averages = fitted(X, y, client)._posterior.averages
-    axis = np.linspace(np.log(1e-4), np.log(2e3), 44)
+    axis = np.linspace(np.log(1e-4), np.log(2e3), 28)
     grid = np.stack(np.meshgrid(axis, axis, indexing="ij"), axis=-1).reshape(-1, 2)
     covariance = np.diag(dense_mixture(X, y, client, grid))
     assert_allclose(averages.level_variances(0)[:, 0] ** 0.5, covariance[:5] ** 0.5, rtol=0.03)
@@ -213,7 +213,7 @@ def test_parameters_of_a_full_covariance_are_those_of_its_root(q):
 def test_correlations_are_uniform_under_the_prior():
     # In three dimensions every correlation of a uniform matrix has the variance 1 / 4.
     shape, rng = RatioShape("full", np.ones(3, bool)), np.random.default_rng(0)
-    angles = rng.normal(0, 1.2, (4000, 3))
+    angles = rng.normal(0, 1.2, (2000, 3))
     logs = np.array([
         _points.log_variance_prior(shape, np.concatenate([np.zeros(3), each])) for each in angles
     ]) + 0.5 * np.sum((angles / 1.2) ** 2, axis=1)  # fmt: skip

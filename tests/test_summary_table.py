@@ -41,7 +41,7 @@ def narrow_page():
         (CollaborativeMean(), Y),
         (GaussianMean(), Y),
         (PoissonMean(), COUNTS),
-        (PersonalizedLinearRegression(), Y),
+        (PersonalizedLinearRegression(uncertainty="plug_in"), Y),
         (PersonalizedLogisticRegression(), LABELS),
         (PersonalizedPoissonRegression(), COUNTS),
         (ClientSelector(CANDIDATES, cv=3, random_state=0), Y),

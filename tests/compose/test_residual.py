@@ -42,7 +42,7 @@ def test_residuals_are_those_of_fits_without_the_row(weighted):
 
 
 @pytest.mark.filterwarnings("ignore:The 5 coefficients that vary")
-@pytest.mark.parametrize("sizes", [[2] * 20, [3] * 10, *slow([[1] * 10 + [2] * 3]), [1] * 25])
+@pytest.mark.parametrize("sizes", [[3] * 10, *slow([[2] * 20, [1] * 10 + [2] * 3]), [1] * 25])
 def test_few_rows_leave_no_huge_residuals(sizes):
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(len(sizes)), sizes)

@@ -633,8 +633,9 @@ def test_frozen_candidates_are_not_fitted_again():
     )
 
 
-@pytest.mark.parametrize("dtype", ["U3", np.uint8, bool])
-@pytest.mark.parametrize("unseen", ["population", "error"])
+@pytest.mark.parametrize(
+    ("dtype", "unseen"), [("U3", "error"), (np.uint8, "population"), (bool, "error")]
+)
 def test_frozen_candidates_predict_the_population_for_new_clients(dtype, unseen):
     """Whatever ids they have: with two booleans there is no other id."""
     X, y, groups = two_kinds(2 if dtype is bool else 6, 10)

@@ -16,7 +16,6 @@ from sklearn.dummy import DummyRegressor
 from sklearn.ensemble import (
     HistGradientBoostingClassifier,
     HistGradientBoostingRegressor,
-    RandomForestRegressor,
 )
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.frozen import FrozenEstimator
@@ -147,7 +146,7 @@ def test_what_is_constant_within_clients_is_not_trusted_for_new_ones():
 
 @pytest.mark.parametrize(
     ("n_clients", "slope", "seed", "part"),
-    [(10, 0.0, 8, "mean"), (10, 2.0, 6, "pooled"), (4, 0.0, 6, "pooled")],
+    [(10, 0.0, 8, "mean"), *slow([(10, 2.0, 6, "pooled")]), (4, 0.0, 6, "pooled")],
 )
 def test_the_better_of_mean_and_line_is_what_others_have_to_beat(n_clients, slope, seed, part):
     """With ten clients a line through columns of theirs is never clearly worse than the mean; with
@@ -207,7 +206,7 @@ def assert_means_outside_of_two(folds, table):
 
 @pytest.mark.parametrize(
     ("n_splits", "noise", "seed", "how", "n_tested"),
-    [(3, 0.2, 1, "stack", 1), (3, 0.7, 1, "rough", 2), *slow([(4, 0.5, 3, "stack", 3)])],
+    [(3, 0.2, 1, "stack", 1), *slow([(3, 0.7, 1, "rough", 2), (4, 0.5, 3, "stack", 3)])],
 )
 def test_the_loss_of_the_stack_is_of_rows_that_nothing_saw(n_splits, noise, seed, how, n_tested):
     """It is tested in as many folds as it takes; a rough look may rule it out before."""
@@ -387,7 +386,7 @@ class Counted(DecisionTreeRegressor):
     [
         (4.0, 0, 5 + 5, False),  # out at a rough look, as for new clients always
         (0.5, 3, 5 + 5 + 4 + 3, True),  # clearly better in two folds
-        (0.8, 2, 5 + 5 + 4 + 3 + 2 + 1, False),  # in all folds together
+        *slow([(0.8, 2, 5 + 5 + 4 + 3 + 2 + 1, False)]),  # in all folds together
     ],
 )
 def test_clear_choices_save_fits_of_base_estimators(noise, seed, n_fits, wins):
@@ -529,14 +528,13 @@ def test_several_classes():
     assert model.score(X, y, groups=groups) > 0.7
 
 
-@pytest.mark.parametrize("n_clients", [1, 2, *slow([3])])
+@pytest.mark.parametrize("n_clients", [2, *slow([1, 3])])
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.UnseenClientsWarning")
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
 def test_a_few_clients_of_classes(n_clients):
     """Folds may leave one client, whose fit knows no variance between clients."""
     X, y, groups = steps_and_slopes(n_clients, 12)
-    bases = [("own", logit()), ("line", LogisticRegression())]
-    model = PersonalizedStackingClassifier(bases, logit(), cv=3, random_state=0)
+    model = PersonalizedStackingClassifier([("own", logit())], logit(), cv=3, random_state=0)
     model.fit(X, y > 0.5, groups=groups)
     assert np.isfinite(model.losses_["known"].dropna()).all()
     assert np.isfinite(model.predict_proba(X[:3], groups=[9, 9, 9])).all()
@@ -576,9 +574,8 @@ def test_in_tools_of_scikit_learn(small):
     assert scores["test_score"].mean() == pytest.approx(-np.mean((found - y) ** 2))
     names = ["trees__max_depth", "final_estimator__prior__covariance"]
     grid = {f"estimator__{name}": [2] for name in names}
-    search = GridSearchCV(wrapped, grid, cv=inside).fit(table, y)
-    assert np.isfinite(search.best_score_)
-    assert search.predict(table).shape == y.shape
+    search = GridSearchCV(wrapped, grid, cv=inside, refit=False).fit(table, y)
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
 
 
 def test_parameters_inside_have_names():
@@ -1158,6 +1155,6 @@ def test_final_estimators_of_others_stay_as_they_are():
     X, y, groups = steps_and_slopes(n_clients=6, n_rows=40)
     frozen = FrozenEstimator(Ridge().fit(pd.DataFrame({"line": y}), y))
     hedged = Hedged(GaussianPrior(covariance=1.0), noise_variance=0.1)
-    for last in (RandomForestRegressor(2), hedged, frozen):
+    for last in (hedged, frozen):
         model = PersonalizedStackingRegressor([("line", Ridge())], last, cv=3, passthrough=False)
         assert np.isfinite(model.fit(X, y, groups=groups).predict(X, groups=groups)).all()

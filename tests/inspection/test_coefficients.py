@@ -365,8 +365,8 @@ def assert_same_values(shown, expected, **tolerance):
 @pytest.mark.parametrize(
     ("kind", "n_classes"),
     [
-        (PersonalizedLinearRegression, None),  # a given covariance is one at the given origin
-        (functools.partial(PersonalizedLogisticRegression, UNIT, random="intercept"), 2),
+        # A given covariance is one at the given origin.
+        (functools.partial(PersonalizedLinearRegression, uncertainty="plug_in"), None),
         (functools.partial(PersonalizedLogisticRegression, UNIT, random="intercept"), 3),
     ],
 )
@@ -465,8 +465,8 @@ def test_logistic_models():
 def test_effects_are_drawn_around_zero_with_the_intervals_of_their_table():
     X, y, groups, _ = drawn()
     site = np.array(["north", "south", "west"])[np.arange(len(y)) % 3]
-    model = ClientColumn(PersonalizedLinearRegression(groupings=["site"]), "clinic")
-    model.fit(X.assign(site=site, clinic=groups), y)
+    inner = PersonalizedLinearRegression(groupings=["site"], uncertainty="plug_in")
+    model = ClientColumn(inner, "clinic").fit(X.assign(site=site, clinic=groups), y)
     cases = [
         (None, "dose", "conditional", model.effects("client")),
         ("site", "intercept", "total", model.effects("site", errors="total")),

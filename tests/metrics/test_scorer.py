@@ -117,7 +117,7 @@ def test_subsets_without_rows():
 
 @pytest.fixture(scope="module")
 def ratings():
-    """Model of some users and movies, and rows of which others are new."""
+    """Rows of users and movies of which some are new, and fits to the others."""
     rng = np.random.default_rng(0)
     user, movie = rng.integers(0, 20, 1500), rng.integers(0, 30, 1500)
     table = pd.DataFrame(
@@ -127,7 +127,19 @@ def ratings():
     table.loc[::50, "movie"] = None
     movies = table["movie"].to_numpy()
     seen = (user < 15) & np.isin(movies, [f"m{k:02}" for k in range(25)])
-    return table, y, seen, user < 15, np.isin(movies, movies[seen])
+    model = personalized(["movie"])
+    scaled = make_column_transformer((StandardScaler(), ["length"]), remainder="passthrough")
+    scaled.set_output(transform="pandas")
+    encoder = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=np.nan)
+    inner = [
+        model,
+        make_pipeline(scaled, personalized(["remainder__movie"])),
+        # What the model gets are numbers, in another place than in the table.
+        make_pipeline(make_column_transformer((encoder, ["movie"])), personalized([0])),
+    ]
+    columns = [ClientColumn(each, "user").fit(table[seen], y[seen]) for each in inner]
+    model.fit(table.loc[seen, ["movie", "length"]], y[seen], groups=user[seen])
+    return table, y, seen, user < 15, np.isin(movies, movies[seen]), model, columns
 
 
 def personalized(groupings):
@@ -146,12 +158,11 @@ CONDITIONS = [
 
 @pytest.mark.parametrize("subset", CONDITIONS, ids=repr)
 def test_subsets_by_levels(ratings, subset):
-    table, y, seen, known_user, known_movie = ratings
+    table, y, _, known_user, known_movie, model, columns = ratings
     rows = (known_movie if subset["movie"] == "known" else ~known_movie).copy()
     if "groups" in subset:
         rows &= known_user if subset["groups"] == "known" else ~known_user
     features, users = table[["movie", "length"]], table["user"]
-    model = personalized(["movie"]).fit(features[seen], y[seen], groups=users[seen])
     predicted = model.predict(features, groups=users)
     micro, macro = (ClientScorer(MSE, average=how, subset=subset) for how in ("micro", "macro"))
     expected = squared_loss(y[rows], predicted[rows])
@@ -160,20 +171,7 @@ def test_subsets_by_levels(ratings, subset):
     scores = per_client(squared_loss, y[rows], predicted[rows], clients, users[rows].to_numpy())
     assert macro(model, features, y, groups=users) == pytest.approx(scores.mean(), rel=1e-12)
 
-    encoder = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=np.nan)
-    pipelines = [
-        personalized(["movie"]),
-        make_pipeline(
-            make_column_transformer(
-                (StandardScaler(), ["length"]), remainder="passthrough"
-            ).set_output(transform="pandas"),
-            personalized(["remainder__movie"]),
-        ),
-        # What the model gets are numbers, in another place than in the table.
-        make_pipeline(make_column_transformer((encoder, ["movie"])), personalized([0])),
-    ]
-    for estimator, key in zip(pipelines, ["movie", "movie", 0], strict=True):
-        column = ClientColumn(estimator, "user").fit(table[seen], y[seen])
+    for column, key in zip(columns, ["movie", "movie", 0], strict=True):
         wanted = {key if name == "movie" else name: kind for name, kind in subset.items()}
         scorer = ClientScorer(MSE, subset=wanted, client_column="user")
         expected = squared_loss(y[rows], column.predict(table)[rows])
@@ -182,8 +180,7 @@ def test_subsets_by_levels(ratings, subset):
 
 
 def test_subsets_by_levels_that_do_not_exist(ratings):
-    table, y, seen, *_ = ratings
-    model = ClientColumn(personalized(["movie"]), "user").fit(table[seen], y[seen])
+    table, y, seen, *_, (model, *_) = ratings
     assert list(model.levels_) == ["movie"]
     np.testing.assert_array_equal(model.levels_["movie"], np.unique(table["movie"][seen]))
     scorer = ClientScorer(MSE, subset={"movie": "new"}, client_column="user")

@@ -27,8 +27,8 @@ def test_theorem_1():
     """MSE of equal n with known variances is s^2 ((1 - a) / m + a); every output is a draw."""
     m, n, between, noise = 8, 4, 0.3, 1.0
     rng = np.random.default_rng(0)
-    theta = np.sqrt(between) * rng.normal(size=(m, 4000))
-    y = np.repeat(theta, n, axis=0) + np.sqrt(noise) * rng.normal(size=(m * n, 4000))
+    theta = np.sqrt(between) * rng.normal(size=(m, 2000))
+    y = np.repeat(theta, n, axis=0) + np.sqrt(noise) * rng.normal(size=(m * n, 2000))
     model = GaussianMean(GaussianPrior(covariance=between), noise_variance=noise)
     model.fit(np.zeros((m * n, 1)), y, groups=np.repeat(np.arange(m), n))
     errors = np.mean((model.means_ - theta) ** 2, axis=0)

@@ -232,8 +232,7 @@ def gaussian_bins(mu):
 
 
 @every_distribution
-@pytest.mark.parametrize("mean", [2.0, 50.0])
-@pytest.mark.parametrize("delta", [1e-5, 1e-2])
+@pytest.mark.parametrize(("mean", "delta"), [(2.0, 1e-5), (50.0, 1e-2)])
 def test_the_account_covers_the_exact_distribution(distribution, mean, delta):
     """Null models, whose scores are all that the client moves."""
     how = {"expected_trials": mean, "distribution": distribution, "delta": delta}
@@ -274,7 +273,7 @@ def test_the_calibrated_noise_is_covered_and_much_less_is_not(distribution):
 @every_distribution
 def test_number_of_trials(distribution):
     rng = np.random.default_rng(0)
-    drawn = np.array([draw_n_trials(9.0, distribution, rng) for _ in range(20_000)])
+    drawn = np.array([draw_n_trials(9.0, distribution, rng) for _ in range(8000)])
     pgf = generating(distribution, 9.0)
     for s in (0.0, 0.3, 0.8, 0.95):
         values = s**drawn
@@ -291,8 +290,9 @@ def test_logarithmic_numbers_have_the_mean_asked_for():
         assert draw_n_trials(mean, "logarithmic", np.random.default_rng(0)) >= 1
 
 
-@every_distribution
-@pytest.mark.parametrize("epsilon", [0.5, 8.0])
+@pytest.mark.parametrize(
+    ("distribution", "epsilon"), [("geometric", 0.5), ("poisson", 8.0), ("logarithmic", 0.5)]
+)
 def test_trials_are_calibrated_to_the_total(distribution, epsilon):
     how = {"expected_trials": 6, "distribution": distribution}
     model = seeded(select(epsilon=epsilon, holdout=(X, Y), **how))
@@ -397,16 +397,16 @@ def scores_of_constant_clients():
 
 
 def test_the_noise_on_scores():
-    """Only the score is random: this model releases nothing. Half the noise fails by 7 s.d."""
+    """Only the score is random: this model releases nothing. Half the noise fails by 5 s.d."""
     data, y, groups = constant_clients()
     search = select(
         KNOWN, {"method": ["reml"]}, expected_trials=1, score_range=(-0.05, 0.0), score_share=0.5
     )
-    found = [seeded(search, data, y, groups, seed=k).best_score_ for k in range(100)]
+    found = [seeded(search, data, y, groups, seed=k).best_score_ for k in range(60)]
     exact = np.mean(np.clip(scores_of_constant_clients(), -0.05, 0.0))
     std = 0.05 / gdp_mu(0.5 * 2.0, DELTA) / 50
-    assert np.std(found) == pytest.approx(std, rel=0.2)
-    assert np.mean(found) == pytest.approx(exact, abs=4.5 * std / math.sqrt(100))
+    assert np.std(found) == pytest.approx(std, rel=0.25)
+    assert np.mean(found) == pytest.approx(exact, abs=4.5 * std / math.sqrt(60))
 
 
 def test_scores_without_privacy_are_exact():

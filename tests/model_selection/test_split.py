@@ -60,12 +60,12 @@ def test_folds_are_random_inside_clients(stratify):
     X, groups = rows_of([50, 50])
     labels = np.arange(100) % 3 == 0
     first = np.zeros(len(groups))
-    for seed in range(400):
+    for seed in range(200):
         splitter = ClientKFold(5, stratify=stratify, random_state=seed)
         _, test = splits_of(splitter, X, groups, labels)[0]
         first[test] += 1
     # Every row is as likely as any other: a chi-squared statistic within its central range.
-    statistic = np.sum((first - 80) ** 2 / (80 * 0.8))
+    statistic = np.sum((first - 40) ** 2 / (40 * 0.8))
     assert chi2.ppf(1e-4, 98) < statistic < chi2.ppf(1 - 1e-4, 98)
 
 
@@ -299,11 +299,11 @@ def test_every_row_is_tested_equally_often(stratify):
     sizes = np.bincount(groups)[groups]
     counts = np.zeros(len(groups))
     labels = np.random.default_rng(1).integers(0, 2, len(groups))
-    splitter = ClientShuffleSplit(400, test_size=0.3, stratify=stratify, random_state=0)
+    splitter = ClientShuffleSplit(200, test_size=0.3, stratify=stratify, random_state=0)
     for _, test in splitter.split(X, labels, groups):
         counts[test] += 1
     share = np.where(sizes == 1, 0, 0.3)
-    np.testing.assert_allclose(counts / 400, share, atol=4 * np.sqrt(0.21 / 400))
+    np.testing.assert_allclose(counts / 200, share, atol=4 * np.sqrt(0.21 / 200))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_every_pass_uses_each_row_once(sizes, batch_size, n_batches, seed):
             assert len(set(part)) == len(part)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     most=st.integers(1, 4),

@@ -83,7 +83,8 @@ def test_a_fit_of_statistics_is_that_of_the_rows_where_the_likelihood_is_flat():
     groups = np.repeat(np.arange(30), 8)
     X = rng.normal(size=(240, 2)) * [10, 0.1] + [50, 3]
     y = 1 + X @ [-1, 2] + 0.02 * rng.normal(size=30)[groups] + rng.normal(size=240)
-    model = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"))
+    full = GaussianPrior(covariance_type="full")
+    model = PersonalizedLinearRegression(full, uncertainty="plug_in")
     rows = clone(model).fit(X, y, groups=groups)
     kept = ClientStatistics.from_rows(X, y, groups=groups)
     assert_same(model.fit_statistics(kept), rows, 1e-8)

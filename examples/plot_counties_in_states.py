@@ -24,7 +24,7 @@ import pandas as pd
 
 from pfl_sklearn.compose import TableEncoder
 from pfl_sklearn.datasets import load_radon
-from pfl_sklearn.linear_model import PersonalizedLinearRegression
+from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
 
 homes = load_radon().frame
 X = homes[["floor", "log_uranium", "state"]].assign(floor=homes["floor"].astype(float))
@@ -93,3 +93,27 @@ for ax, (state, table) in zip(axes.flat, counties.groupby("state"), strict=True)
 figure.supylabel("log radon (log pCi/L)")
 figure.supxlabel("counties, from few homes to many")
 figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=4)
+
+# %%
+# Homes above the action level
+# ----------------------------
+# The EPA advises to fix homes from 4 pCi/L on. Whether a home is above that level is a class, and
+# logistic regression takes the same grouping. Blue lines are 95 % intervals of the probability that
+# a basement in a new county is above, by state, at the mean log uranium of the state's basements.
+# Dots are the means of these distributions, and grey circles the shares of the measured basements.
+above = y >= np.log(4)
+classes = PersonalizedLogisticRegression(
+    random="intercept", groupings=["state"], unseen="population"
+).fit(X, above, groups=county)
+basement = X["floor"] == 0
+rows = X[basement].groupby("state", as_index=False).mean()[X.columns]
+new = np.full(len(rows), -1)  # no county of the table
+chances = classes.predict_proba(rows, groups=new)[:, 1]
+lower, upper = (bound[:, 1] for bound in classes.predict_interval(rows, groups=new))
+figure, ax = plt.subplots(figsize=(7, 3.5), layout="constrained")
+ax.vlines(rows["state"], lower, upper, color="tab:blue")
+ax.plot(rows["state"], chances, "o", color="tab:blue", label="basement in a new county")
+shares = above[basement].groupby(X["state"][basement]).mean()
+ax.plot(shares.index, shares, "o", mfc="white", color="0.5", label="measured basements")
+ax.set(xlabel="state", ylabel="probability of 4 pCi/L or more", ylim=(0, 1))
+figure.legend(frameon=False, loc="outside upper center", ncols=2)

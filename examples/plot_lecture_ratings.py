@@ -152,7 +152,7 @@ print(
 # In the real table, personalized intercepts lower the error by 3.3 %, local ones by 0.8 %. Separate
 # slopes make local predictions far worse and personalized ones slightly better. Lecturers matter
 # more: with lecturers as clients instead of students, the error falls further than with any of
-# these. A model with both (crossed effects) would do better still; this package has one grouping.
+# these. A model with both (crossed effects) does better still (:ref:`groupings`).
 #
 # Where does the gain come from? We sort students by their number of ratings. With few ratings, a
 # student's local intercept is a poor estimate, and the pooled model is nearly as good as any. With

@@ -408,11 +408,13 @@ def _residuals_of_counts(fitted, rows, held_out, random_state):
     # responses up to the observed one.
     y = fitted._checked_response(column_or_1d(rows.y), with_offset=True)  # rates have no quantile
     predicted = fitted.predict(rows.X, groups=rows.groups, integrate=False, **rows.metadata)
-    codes = fitted._encode_predict(rows.X, rows.groups)
-    new, family = held_out | (codes < 0), fitted._row_family
+    # Exposure and offset shift predictors, which takes no part in their errors.
+    law, x = fitted._predictor_law(rows.X, rows.groups, np.zeros(len(y)))
+    new, family = held_out | (law.codes < 0), fitted._row_family
+    for level in law.levels or []:  # a row of a level that fit did not see is new
+        new |= level < 0
     # Rows that fit saw have pulled their client's mode; for other rows the mode's error counts.
-    x = fitted._design.matrix(_features(rows.X))
-    shifts, variances, _ = fitted._posterior_moments(x, codes) * new
+    shifts, variances, _ = fitted._posterior_moments(x, law) * new
 
     def pmf(block, predictors):
         return family.distribution(np.exp(predictors)).pmf(y[block, None])

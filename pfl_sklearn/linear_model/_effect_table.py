@@ -39,8 +39,9 @@ class EffectTableMixin:
             "conditional": given the population's coefficients and the variances, as with lme4's
             ``condVar = TRUE``; to compare clients, or levels, with one another. "total": how far
             the estimate may be off. The population's error counts, and where `uncertainty` is
-            "full" so does that of the variances, of which plausible ones may also be smaller. With
-            more than 4,000 effects of levels, both have a Monte Carlo error of up to 5 %.
+            "full" so does that of the variances, of which plausible ones may also be smaller (for
+            classes and counts with groupings, only in the population's error). With more than 4,000
+            effects of levels, both have a Monte Carlo error of up to 5 %.
         feature_names : array-like of str, shape (d,), default=None
             Names of the features, as for :meth:`summary`.
 

@@ -66,15 +66,26 @@ def warn_of_separation(estimator, estimates, table, first):
             "feature.",
             SeparationWarning,
         )
-    if weak.spread.any() and not weak.runaway:
+    pure = [("client", "clients")] if weak.spread.any() and not weak.runaway else []
+    pure += [(f"level of {name!r}", "its levels") for name in weak.pure]
+    for one, several in pure:
         message = (
-            "No client has rows of two classes, so the likelihood has no finite maximum in the "
-            "differences between clients. Their standard deviations got a normal prior with "
+            f"No {one} has rows of two classes, so the likelihood has no finite maximum in the "
+            f"differences between {several}. Their standard deviations got a normal prior with "
             f"standard deviation 2.5 (in {scale})"
         )
         if estimates.family.n_outputs > 1:
             message += ", which alone sets their size: the data do not determine it"
         warn_caller(message + ". Give a known covariance instead.", SeparationWarning)
+    if weak.far_apart:
+        named = format_names(map(str, weak.far_apart))
+        warn_caller(
+            f"The differences between levels of {named} diverged to a standard deviation of more "
+            f"than 10 {scale}: levels have too few rows, or separate {separated}. Their standard "
+            f"deviations got a normal prior with standard deviation 1 (in {scale}). Give a known "
+            "covariance instead, or leave the grouping out.",
+            SeparationWarning,
+        )
     if weak.runaway:
         warn_caller(
             "The differences between clients diverged to a standard deviation of more than 10 "
@@ -127,10 +138,13 @@ def pearson_dispersion(estimates, table):
     # the posterior variance of its predictor over the variance of its own count.
     mean = np.exp(predictors_at_modes(estimates, table)[:, 0])
     weights = np.ones(len(mean)) if table.weights is None else table.weights
-    # Given the variances: averages over them would take longer than the fit.
-    posterior = getattr(estimates.posterior, "plug_in", estimates.posterior)
-    leverage = weights * mean * posterior.variances(table.columns, table.codes)
-    dof = float(np.sum(weights) - np.sum(leverage))
+    dof = float(np.sum(weights))
+    if estimates.rows is not None:  # the population takes a degree of freedom a coefficient
+        dof -= weights * mean @ estimates.rows.variances + len(estimates.population)
+    else:
+        # Given the variances: averages over them would take longer than the fit.
+        posterior = getattr(estimates.posterior, "plug_in", estimates.posterior)
+        dof -= weights * mean @ posterior.variances(table.columns, table.codes)
     if dof < 1:  # every row has an effect of its own, which takes all dispersion
         return 1.0, np.inf
     square = np.sum(weights * (table.y - mean) ** 2 / mean)

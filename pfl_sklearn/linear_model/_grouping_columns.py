@@ -102,18 +102,13 @@ def check_no_groupings(groupings, reason):
         raise ValueError(f"groupings={groupings!r} {reason}; set groupings=None.")
 
 
-def check_grouped_fit(prior, method, solver):
-    """Raise ValueError for a prior, method or solver that does not go with groupings."""
+def check_grouped_prior(prior):
+    """Raise ValueError for a prior that does not go with groupings."""
     if type(prior).__name__ != "GaussianPrior" or prior.covariance_type == "low_rank":
         raise ValueError(f"groupings need a GaussianPrior that is not of low rank; got {prior!r}.")
     if np.isinf(np.asarray(0.0 if prior.covariance is None else prior.covariance, float)).any():
         raise ValueError(
             f"groupings need a prior with finite variances; got covariance={prior.covariance!r}."
-        )
-    if method == "printed" or solver == "gd":
-        raise ValueError(
-            f"groupings do not go with the published algorithms; got method={method!r} and "
-            f"solver={solver!r}, expected 'reml' or 'ml', and 'auto'."
         )
 
 
@@ -147,11 +142,12 @@ def resolve_groupings(X, groupings, weights=None):
     return GroupingColumns(tuple(positions), tuple(names), are_named=are_named), priors
 
 
-def read_groupings(split, values, priors, clients, resolve_random):
+def read_groupings(split, values, priors, clients, resolve_random, keeps_rows=False):
     """GroupingColumns of a fit and a GroupingColumn for each that has effects.
 
     `values` (n,) of each column and `clients` (n,), codes, are those of the rows with weight;
-    ``resolve_random(random)`` are the positions of coefficients.
+    ``resolve_random(random)`` are the positions of coefficients. A column with as many levels as
+    rows is refused unless the model `keeps_rows`.
     """
     kept, columns = [], []
     for k, (name, prior) in enumerate(zip(split.labels, priors, strict=True)):
@@ -166,7 +162,8 @@ def read_groupings(split, values, priors, clients, resolve_random):
                 UserWarning,
             )
             continue
-        _check_enough_rows(prior, name, len(levels), np.sum(codes >= 0), len(positions))
+        n_rows = np.inf if keeps_rows else np.sum(codes >= 0)
+        _check_enough_rows(prior, name, len(levels), n_rows, len(positions))
         if name == CLIENT:
             raise ValueError(
                 f"a grouping column is called {name!r}, which is the name of the clients in "
@@ -175,7 +172,7 @@ def read_groupings(split, values, priors, clients, resolve_random):
         kept.append(k)
         columns.append(GroupingColumn(name, levels, codes, positions, prior))
     for one, other in combinations(columns, 2):
-        if _same_partition(one.codes, other.codes):
+        if same_partition(one.codes, other.codes):
             raise ValueError(
                 f"grouping columns {one.name!r} and {other.name!r} group the rows in the same way, "
                 "so the data cannot separate their effects; leave one of them out of X."
@@ -340,12 +337,12 @@ def _reason_to_leave_out(codes, n_levels, clients):
     if n_levels < 2:
         return f"it has {n_levels or 'no'} level"
     seen = codes >= 0
-    if _same_partition(codes[seen], clients[seen]):
+    if same_partition(codes[seen], clients[seen]):
         return "its levels are the clients"
     return None
 
 
-def _same_partition(first, second):
+def same_partition(first, second):
     """Whether two codes (n,) have the same rows together; -1 is a code like any other."""
     first, second = first + 1, second + 1
     n_first, n_second = (np.count_nonzero(np.bincount(codes)) for codes in (first, second))

@@ -1,15 +1,12 @@
 """Personalized linear regression: one coefficient vector per client under a population prior."""
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
-from numbers import Integral
+from collections.abc import Sequence
 from typing import Any, Literal, Self, overload
 
 import numpy as np
 from sklearn.base import BaseEstimator
-from sklearn.utils import assert_all_finite, check_array
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils import assert_all_finite
 
 from pfl_sklearn._clients import check_not_column_name
 from pfl_sklearn._columns import name_bad_columns
@@ -17,20 +14,12 @@ from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import FIT_INTERCEPT, POSITIVE, UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
-from pfl_sklearn._warnings import format_names
 from pfl_sklearn.base import ClientRegressorMixin, check_level
-from pfl_sklearn.linear_model._base import BasePersonalizedRegression, population_errors
+from pfl_sklearn.linear_model._base import population_errors
 from pfl_sklearn.linear_model._fit_warnings import warn_not_converged
-from pfl_sklearn.linear_model._grouping_columns import (
-    check_grouped_fit,
-    check_no_groupings,
-    positions_of,
-    read_groupings,
-    resolve_groupings,
-)
+from pfl_sklearn.linear_model._grouped_rows import GROUPINGS, GroupedRegression
+from pfl_sklearn.linear_model._grouping_columns import check_no_groupings, resolve_groupings
 from pfl_sklearn.linear_model._mixed._groupings._fit import fit_groupings
-from pfl_sklearn.linear_model._mixed._groupings._posterior import SharedLevels
-from pfl_sklearn.linear_model._mixed._groupings._scaled_rows import GroupedRows
 from pfl_sklearn.linear_model._mixed._identifiability import (
     Evidence,
     gaussian_evidence,
@@ -70,7 +59,7 @@ _WITHOUT_ROWS = "needs the rows at once: the statistics of a client do not tell 
 
 @with_parameters
 class PersonalizedLinearRegression(
-    ClientRegressorMixin, AccumulatedStatisticsMixin, BasePersonalizedRegression
+    ClientRegressorMixin, AccumulatedStatisticsMixin, GroupedRegression
 ):
     r"""Linear regression with one coefficient vector per client, drawn from a population.
 
@@ -89,11 +78,6 @@ class PersonalizedLinearRegression(
     population_coef_, population_intercept_ : ndarray of shape (d,) and float
         Their standard errors are NaN under priors other than the Gaussian.
     noise_variance_ : float
-    groupings_ : dict of GroupingPrior
-        Prior of each grouping, with the covariance of the fit, by the column's name (its index in
-        a table without names). Not set if no column has effects.
-    levels_ : dict of ndarrays of shape (n_levels,)
-        Sorted levels of each of these columns; empty if there are none.
     responsibilities_ : ndarray of shape (n_clients, n_components)
         Posterior probabilities of the components, under mixture priors.
 
@@ -191,17 +175,9 @@ class PersonalizedLinearRegression(
     __metadata_request__predict = {"groups": True, "return_std": True}
 
     _likelihood = "linear"
-    # Effects of levels are estimates from everybody's rows, as the population is.
-    _population_attributes = (
-        *BasePersonalizedRegression._population_attributes,
-        "noise_variance_",
-        "groupings_",
-        "_levels",
-        "_grouping_columns",
-        "_posterior_of_levels",
-    )
-    _released = (*BasePersonalizedRegression._released, "noise_variance_")
-    _not_released = (*BasePersonalizedRegression._not_released, "responsibilities_")
+    _population_attributes = (*GroupedRegression._population_attributes, "noise_variance_")
+    _released = (*GroupedRegression._released, "noise_variance_")
+    _not_released = (*GroupedRegression._not_released, "responsibilities_")
     _sparse_alternative = "PPSGDRegressor"
     _check_private = check_linear_parameters
     _check_private_rows = check_linear_rows
@@ -234,27 +210,7 @@ class PersonalizedLinearRegression(
         """,
     )
     fit_intercept: bool = FIT_INTERCEPT
-    groupings: Any = parameter(
-        default="auto",
-        ranges=[StrOptions({"auto"}), "array-like", Mapping, str, Integral, None],
-        text="""
-            "auto", name or index of a column, list of them, dict of GroupingPrior, or None
-                Columns of X whose levels have shrunken effects, as clients do. Levels may be
-                crossed with clients (the movie of a user's rating) or contain them (the state of a
-                county). These columns are not features: `random` and `coef_` refer to the others.
-
-                - "auto": columns of strings or categories of a data frame that have more than 30
-                  levels, and at most half as many levels as rows. None in a private fit.
-                - A dict gives each column a :class:`~pfl_sklearn.priors.GroupingPrior`. A search
-                  tries whole values: ``{"groupings": [None, {"movie": GroupingPrior()}]}``.
-
-                Levels are matched by value. An unknown level or a missing value has the effect 0,
-                with the variance between levels. A column with one level, or whose levels are the
-                clients, is left out with a warning. Groupings need a Gaussian prior with finite
-                variances that is not of low rank; variances are then always found by average
-                information. The :ref:`user guide <groupings>` has examples.
-        """,
-    )
+    groupings: Any = GROUPINGS
     method: str = parameter(
         default="reml",
         ranges=[StrOptions({"reml", "ml", "printed"})],
@@ -407,7 +363,7 @@ class PersonalizedLinearRegression(
         groupings = None if private else self.groupings
         table_of_all, (columns, priors) = X, resolve_groupings(X, groupings, sample_weight)
         if priors:
-            check_grouped_fit(prior, self.method, self.solver)
+            self._check_groupings(prior)
             X, values = columns.split(X)
         # Single precision stays, until blocks of rows are reduced in double precision.
         dtypes = (np.float64, np.float32)
@@ -421,33 +377,17 @@ class PersonalizedLinearRegression(
         else:
             table = rotated_table(state["_design"], features, rows)
         if priors:
-            state |= self._column_attributes(table_of_all)
-            if len(rows.y) < len(y):  # the others have weight 0
-                present = np.asarray(sample_weight) > 0
-                values = [each[present] for each in values]
-            state |= self._grouped_rows(columns, values, priors, state, features, rows)
+            read = columns, values, priors
+            state |= self._grouped_state(table_of_all, *read, state, features, rows, sample_weight)
         return self._fit_table(table, state, prior)
 
-    def _grouped_rows(self, columns, values, priors, state, features, rows):
-        """State of the grouping columns: their levels, and the rows for the fit."""
-        design, codes = state["_design"], rows.clients.codes
-        resolve = partial(positions_of, design=design)
-        columns, groupings = read_groupings(columns, values, priors, codes, resolve)
-        matrix = design.matrix(features.astype(np.float64))[:, design.order]
-        grouped = GroupedRows(matrix, rows.y, rows.weights, codes, groupings)
-        return {"_grouping_columns": columns, "_grouped": grouped if groupings else None}
-
-    def _notes_on_privacy(self, state):
-        columns = state.get("_grouping_columns")
-        if columns is None or not columns.names:
-            return ()
-        named = format_names(map(str, columns.names))
-        return (
-            f"a row belongs to more than one unit: to a client and a level of {named}; for_client "
-            "hands on the ids, numbers of rows and effects of all levels, which are estimates from "
-            "the rows of all clients, and the joint errors of these effects, which show which "
-            "levels have clients in common",
-        )
+    def _check_groupings(self, prior):
+        super()._check_groupings(prior)
+        if self.method == "printed" or self.solver == "gd":
+            raise ValueError(
+                f"groupings do not go with the published algorithms; got method={self.method!r} "
+                f"and solver={self.solver!r}, expected 'reml' or 'ml', and 'auto'."
+            )
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit_statistics(self, statistics: ClientStatistics) -> Self:
@@ -598,11 +538,6 @@ class PersonalizedLinearRegression(
         between, is_open = fitted["_between"], estimates.is_open
         fitted["_errors"] = population_errors(state["_design"], estimates, is_open, between)
         fitted["_unbounded"] = estimates.unbounded
-        if estimates.levels is not None:
-            fitted["_levels"] = estimates.levels
-            fitted["_component_variances"] = estimates.variances
-            fitted["groupings_"] = {level.name: level.prior for level in estimates.levels}
-            fitted["_posterior_of_levels"] = SharedLevels(estimates.posterior)
         if estimates.responsibilities is not None:
             fitted["responsibilities_"] = estimates.responsibilities
         return fitted
@@ -648,44 +583,6 @@ class PersonalizedLinearRegression(
         if not return_std:  # no posterior is needed, and none is averaged
             return mean
         return mean, self._mask_inestimable(x, np.sqrt(self._row_variances(x, codes, levels)))
-
-    @property
-    def levels_(self) -> dict[str | int, np.ndarray]:
-        """Sorted levels of each grouping, by the column's name; empty if there are none."""
-        check_is_fitted(self)
-        columns = getattr(self, "_grouping_columns", None)
-        return {} if columns is None else dict(zip(columns.names, columns.levels, strict=True))
-
-    def _checked_features(self, X):
-        if getattr(self, "_grouping_columns", None) is None:
-            return super()._checked_features(X)
-        # The names and the number of the whole table's columns have been checked.
-        return check_array(X, dtype=np.float64, ensure_min_features=0, estimator=self)
-
-    def _row_predictions(self, X, groups):
-        """Mean responses (n,), rows of the design, and codes of clients and of other levels."""
-        columns = getattr(self, "_grouping_columns", None)
-        if columns is None:
-            mean, X, codes = self._predictors(X, groups)
-            return mean, self._design.matrix(X), codes, None
-        columns.check_present(X)
-        self._column_attributes(X, reset=False)
-        features, levels = columns.read(X)
-        mean, features, codes = self._predictors(features, groups)
-        x = self._design.matrix(features)
-        ordered = x[:, self._design.order]
-        for fitted, level in zip(getattr(self, "_levels", []), levels, strict=True):
-            known = level >= 0
-            effects = fitted.effects[level[known]]
-            mean[known] += np.sum(ordered[known][:, fitted.positions] * effects, axis=1)
-        return mean, x, codes, levels
-
-    def _row_variances(self, x, codes, levels):
-        if not levels:
-            return self._variances(x, codes)
-        # Copies without clients have levels alone.
-        posterior = getattr(self, "_posterior", self._posterior_of_levels.posterior)
-        return posterior.variances(x[:, self._design.order], codes, levels)
 
     def predict_interval(
         self, X: TableLike, *, groups: TableLike = None, level: float = 0.95, new_row: bool = False

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from numbers import Integral
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from scipy.special import ndtri
@@ -24,10 +24,13 @@ from pfl_sklearn._parameters import (
     with_parameters,
 )
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
-from pfl_sklearn.linear_model._base import BasePersonalizedRegression, population_errors
+from pfl_sklearn.linear_model._base import population_errors
 from pfl_sklearn.linear_model._fit_warnings import warn_of_lost_accuracy, warn_of_separation
+from pfl_sklearn.linear_model._grouped_rows import GROUPINGS, GroupedRegression
+from pfl_sklearn.linear_model._grouping_columns import resolve_groupings
 from pfl_sklearn.linear_model._mixed._fit import check_row_ranges, fit_link
-from pfl_sklearn.linear_model._mixed._identifiability import gaussian_evidence
+from pfl_sklearn.linear_model._mixed._groupings._link_fit import fit_grouped_link
+from pfl_sklearn.linear_model._mixed._identifiability import gaussian_evidence, with_groupings
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import choose_n_points
 from pfl_sklearn.linear_model._mixed._posterior import skewed_quantile
 from pfl_sklearn.linear_model._mixed._predictions import PredictorLaw, cross_outputs, response_sums
@@ -45,7 +48,7 @@ _LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on 
 
 
 @with_parameters
-class LinkRegression(BasePersonalizedRegression):
+class LinkRegression(GroupedRegression):
     """Base of the regressions with a link.
 
     A subclass names its predictors (`_scale`) and the rows that a feature may separate
@@ -70,14 +73,16 @@ class LinkRegression(BasePersonalizedRegression):
     directly, with the clients' deviations integrated out (`quadrature`). Laplace's approximation
     needs more rows per client than random coefficients. With fewer, estimated variances are often
     too small: give a covariance, and choose it by cross-validation. A single client gets the
-    maximum of its own likelihood, without a prior, and its covariance is NaN.
+    maximum of its own likelihood, without a prior, and its covariance is NaN. With `groupings` we
+    take Laplace's approximation at the joint mode of all effects (:ref:`classes_and_counts`);
+    beyond 4,000 of them, besides those of the largest grouping, there is no log-likelihood.
 
     *Errors* come from the observed information of the marginal likelihood, or from averages over
     the variance between clients (`uncertainty`). With few clients and several varying coefficients
-    they are too small.
+    they are too small, and with few levels those of their effects.
 
     *Predictions* of known clients are averages over the client's own posterior, by a grid of nodes
-    for up to six effects and by a normal density beyond (:ref:`the guide
+    for up to six effects and by a normal density beyond, or with `groupings` (:ref:`the guide
     <client_posteriors>` has figures).
 
     *Centring.* We centre columns where an intercept can absorb their means: features with common
@@ -96,7 +101,9 @@ class LinkRegression(BasePersonalizedRegression):
 
     *Memory* beyond the input: two copies of `X` and ``8 k p`` bytes per client, where k is the
     smaller of p and the largest number of rows of a client; K squared times that for K > 2 classes.
-    The nodes of its posterior are at most 3 kB a client, and 60 bytes for one effect.
+    The nodes of its posterior are at most 3 kB a client, and 60 bytes for one effect. With
+    `groupings` of up to 500 effects, besides those of the largest grouping, the fitted model keeps
+    its rows for ``conf_int``, in ``8 p + 130`` bytes each.
     """
 
     # An offset is routed without a request, as ids are: it can only be meant for this estimator.
@@ -107,7 +114,7 @@ class LinkRegression(BasePersonalizedRegression):
     _clipped_ranges = f"offsets to {_LARGEST_OFFSET:g} of either sign"
     _public_response = ""
     _population_attributes: ClassVar[tuple[str, ...]] = (
-        *BasePersonalizedRegression._population_attributes,
+        *GroupedRegression._population_attributes,
         "random_losses_",
         "_row_family",
     )
@@ -130,16 +137,17 @@ class LinkRegression(BasePersonalizedRegression):
             "auto", "all", "intercept", the name of a feature, or list of str and int
                 Coefficients that vary by client: names or indices of features, and "intercept".
                 "auto" is "all" if that improves the log-loss of the clients' held-out rows by at
-                least 0.5 % in three folds (see the user guide), and otherwise "intercept", as with
-                a number of points as `quadrature` or a finite `epsilon`. It is "all" without an
-                intercept, for a single client, and where the prior gives a mean, a covariance or a
-                shape other than "diag". With "all" and the default prior, features that are
-                constant within every client have a common coefficient. With a finite `epsilon` a
-                list has to hold the intercept, and should hold no feature that is constant within
-                clients.
+                least 0.5 % in three folds without `groupings` (see the user guide), and otherwise
+                "intercept", as with a number of points as `quadrature` or a finite `epsilon`. It is
+                "all" without an intercept, for a single client, and where the prior gives a mean, a
+                covariance or a shape other than "diag". With "all" and the default prior, features
+                that are constant within every client have a common coefficient. With a finite
+                `epsilon` a list has to hold the intercept, and should hold no feature that is
+                constant within clients.
         """,
     )
     fit_intercept: bool = FIT_INTERCEPT
+    groupings: Any = GROUPINGS
     population_penalty: float = parameter(
         default=0.0,
         ranges=[NOT_NEGATIVE],
@@ -156,8 +164,9 @@ class LinkRegression(BasePersonalizedRegression):
             {"auto", "laplace"} or int in [1, 100]
                 Integration over a client's effects: adaptive Gauss-Hermite quadrature with that
                 many points, or Laplace's approximation (one point). Quadrature needs one varying
-                coefficient, and counts or two classes; "auto" then takes 15 points, or 61 or 121 if
-                clients are far apart, and Laplace's approximation otherwise. Predictions average
+                coefficient, counts or two classes, and no `groupings`; "auto" then takes 15 points,
+                or 61 or 121 if clients are far apart, and Laplace's approximation otherwise. A
+                likelihood ratio test needs the same approximation of both fits. Predictions average
                 over a client's posterior by quadrature for up to six effects (K - 1 for each
                 coefficient of K > 2 classes). With more, means of clients with few events may be
                 off by a tenth.
@@ -173,9 +182,10 @@ class LinkRegression(BasePersonalizedRegression):
                 1,000 clients inform on it; the weight of the average falls from 1 at 100 clients to
                 0. Otherwise the population's errors come from the inverse observed information of
                 the marginal likelihood in population, covariance and dispersion; an estimated
-                variance of 0 adds nothing. "plug_in" takes variances and dispersion as known:
-                errors are too small with few clients, and those of the population for classes
-                however many there are.
+                variance of 0 adds nothing. With `groupings` that needs up to 30 population
+                coefficients, and a log-likelihood. "plug_in" takes variances and dispersion as
+                known: errors are too small with few clients, and those of the population for
+                classes however many there are.
         """,
     )
     max_iter: int = parameter(
@@ -195,7 +205,8 @@ class LinkRegression(BasePersonalizedRegression):
         text="""
             int or None
                 Workers that evaluate the likelihood, each on its share of the clients, with the
-                same bits for any number. Two processes did not pay on a table of 400,000 rows.
+                same bits for any number. Two processes did not pay on a table of 400,000 rows. A
+                fit with `groupings` uses one.
         """,
     )
     epsilon = parameter(
@@ -238,10 +249,24 @@ class LinkRegression(BasePersonalizedRegression):
     def _cut_response(self, y):
         return self._checked_response(y)
 
+    def _check_groupings(self, prior):
+        super()._check_groupings(prior)
+        if self.quadrature not in ("auto", "laplace", 1):
+            raise ValueError(
+                f"quadrature={self.quadrature} does not go with groupings, which are fitted by "
+                "Laplace's approximation; take 'auto' or 'laplace'."
+            )
+
     def _fit_link(self, X, y, groups, sample_weight, offset_of):
         """Fit; `offset_of` checks the offset of rows, (n_rows,) or None, or cuts it."""
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         self._check_and_charge(prior, X, groups, sample_weight)
+        # A private fit must not choose columns by their values.
+        groupings = None if private else self.groupings
+        table_of_all, (columns, priors) = X, resolve_groupings(X, groupings, sample_weight)
+        if priors:
+            self._check_groupings(prior)
+            X, values = columns.split(X)
         with name_bad_columns(X, private):
             features, y = self._checked_xy(X, y, groups, dtype=np.float64)
             known = offset_of(features, cut=private)
@@ -252,6 +277,12 @@ class LinkRegression(BasePersonalizedRegression):
         sample_weight = class_weighted(self, y, sample_weight)
         state, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         family, response, attributes = self._family_of(rows.y)
+        if priors and family.n_outputs > 1:
+            raise ValueError(
+                f"groupings go with two classes; got {family.n_outputs + 1} classes in y and "
+                f"the grouping columns {list(columns.labels)}. Set groupings=None, and encode the "
+                "columns or leave them out."
+            )
         if known is not None and len(known) > len(rows.y):  # rows of weight 0 are absent
             known = known[np.asarray(sample_weight) > 0]
         check_one_predictor(known, family.n_outputs)
@@ -259,6 +290,7 @@ class LinkRegression(BasePersonalizedRegression):
         if not private:
             check_row_ranges(table)
         design, options = state["_design"], self._fit_parameters()
+        # Without the levels: whether slopes vary by client shows in the clients' rows.
         table, design, losses = choose_random(table, design, prior, family, options)
         state |= attributes | {
             "_design": design,
@@ -266,10 +298,22 @@ class LinkRegression(BasePersonalizedRegression):
             "_with_offset": known is not None,
             "random_losses_": losses,
         }
+        if priors:
+            read = columns, values, priors
+            # One row a level says nothing of classes, and looks like a dispersion.
+            keeps = columns.are_named and not family.needs_repeats
+            state |= self._grouped_state(
+                table_of_all, *read, state, features, rows, sample_weight, keeps
+            )
         return self._fit_table(table, state, prior)
 
     def _fit_without_privacy(self, table, prior, state):
-        estimates = fit_link(table, prior, state["_row_family"], self._fit_parameters())
+        options, family = self._fit_parameters(), state["_row_family"]
+        grouped = state.pop("_grouped", None)
+        if grouped is None:
+            estimates = fit_link(table, prior, family, options)
+        else:
+            estimates = fit_grouped_link(table, prior, family, options, grouped)
         first = 0 if prior.mean is None else table.n_random
         # None where a penalty identifies all coefficients.
         at = np.flatnonzero(~estimates.estimable.all(axis=0))
@@ -286,7 +330,8 @@ class LinkRegression(BasePersonalizedRegression):
 
     def _exact_state(self, table, prior, estimates, state):
         family = state["_row_family"]
-        integration = partial(_integration, self.quadrature, family)
+        quadrature = self.quadrature if estimates.levels is None else "laplace"
+        integration = partial(_integration, quadrature, family)
         # A family without a dispersion is one with a known dispersion of 0.
         noise = None if family.has_dispersion else 0.0
         design, c = state["_design"], family.n_outputs
@@ -296,6 +341,9 @@ class LinkRegression(BasePersonalizedRegression):
             powers = table.offset, table.offset**2
             moments = np.average(powers, axis=1, weights=table.weights)
             evidence = evidence._replace(offset=tuple(moments.tolist()))
+        if estimates.levels is not None:
+            known = estimates.variances.is_known[1:]
+            evidence = with_groupings(evidence, design.order, estimates.levels, known)
         return {"_evidence": evidence, "_balance": response_sums(table, estimates)}
 
     def _unknown_variances(self, prior, n_clients):
@@ -357,29 +405,40 @@ class LinkRegression(BasePersonalizedRegression):
         check_is_fitted(self)
         if self._with_offset and offset is None:
             raise ValueError(self._MISSING_OFFSET.format(name=type(self).__name__))
-        predictors, X, codes = self._predictors(X, groups)
-        known = checked_offset(offset, X)
+        predictors, x, codes, levels = self._row_predictions(X, groups)
+        known = checked_offset(offset, x)
         check_one_predictor(known, np.size(self.population_intercept_))
-        return predictors if known is None else predictors + known, X, codes
+        return predictors if known is None else predictors + known, x, codes, levels
 
     def _predictor_law(self, X, groups, offset):
         """PredictorLaw of rows, and their design matrix."""
-        predictors, X, codes = self._predictors_with(X, groups, offset)
-        x = self._design.matrix(X)
+        predictors, x, codes, levels = self._predictors_with(X, groups, offset)
+        shifts = self._level_predictors(x, levels, "shifts") if levels else 0.0
+
+        def covariances_of(rows, combinations):
+            chosen = levels and [level[rows] for level in levels]
+            return self._given_population(x[rows], codes[rows], combinations, chosen)
+
         law = PredictorLaw(
             predictors.reshape(len(x), -1),
             self._row_family.coding,
             getattr(self, "_effects", None),  # a released model has no clients
             x[:, self._design.random],
             codes,
-            lambda rows, combinations: self._given_population(x[rows], codes[rows], combinations),
+            covariances_of,
+            levels,
+            shifts,
         )
         return law, x
 
-    def _given_population(self, x, codes, combinations):
+    def _given_population(self, x, codes, combinations, levels):
         """Covariances (n, a, a) of combinations (a, c) of predictors."""
         # By the curvature at the modes; population and spread count as known.
         known, a = codes >= 0, len(combinations)
+        if levels:
+            posterior = self._grouped_posterior().given_population
+            variances = posterior.variances(x[:, self._design.order], codes, levels)
+            return variances[:, None, None] * np.square(combinations)
         result = np.zeros((len(x), a, a))
         new = cross_outputs(combinations, x[~known])
         result[~known] = self._errors.between_covariances(new)
@@ -389,17 +448,23 @@ class LinkRegression(BasePersonalizedRegression):
             result[known] = self._posterior.given_population(ordered, codes[known])
         return result
 
-    def _posterior_moments(self, x, codes, combination=(1.0,)):
+    def _posterior_moments(self, x, law, combination=(1.0,)):
         """Mean less the mode, variance and third central moment of a combination of predictors.
 
-        Arrays (n,), for rows x (n, p) of the design. The variance counts all errors.
+        Arrays (n,), for rows x (n, p) of the design and their PredictorLaw. The variance counts all
+        errors.
         """
-        shift, third = np.zeros((2, len(x)))
-        variance, known = self._variances(x, codes, combination), codes >= 0
+        codes, third = law.codes, np.zeros(len(x))
+        shift, known = law.shifts + np.zeros(len(x)), codes >= 0
+        if law.levels:
+            variance = self._row_variances(x, codes, law.levels)
+        else:
+            variance = self._variances(x, codes, combination)
         if known.any():
             z = x[known][:, self._design.random]
             coded = np.dot(combination, self._row_family.coding)
-            shift[known], added, third[known] = self._effects.moments(z, codes[known], coded)
+            moved, added, third[known] = self._effects.moments(z, codes[known], coded)
+            shift[known] += moved
             variance[known] = np.maximum(variance[known] + added, 0.0)
         return np.array([shift, variance, third])
 

@@ -34,7 +34,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     .. math:: \eta_{ij} = x_{ij}^\top (\beta + E b_i), \qquad b_i \sim N(0, S),
 
     where E selects the coefficients that vary by client (`random`); all clients share the others.
-    A client's coefficients are its posterior mode. With K > 2 classes every class has coefficients
+    Levels of further columns of X may have effects, too (`groupings`, for two classes). A client's
+    coefficients are its posterior mode. With K > 2 classes every class has coefficients
     :math:`\beta_k` and deviations :math:`b_{ik} \sim N(0, S)`, independent over the classes, and
     the probabilities are the softmax of the logits. See the :ref:`user guide
     <logistic_regression>`.
@@ -64,24 +65,30 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         `random` is constant over all rows, there is a random intercept, and the covariance is not
         spherical; the covariance is full and there are fewer clients than random coefficients.
 
-        With a finite `epsilon`: for a missing bound, sample weights, an intercept that does not
-        vary, an estimated covariance of several coefficients that is not "diag", noise of half of
-        a coefficient's variance or more where several vary, a prior with a mean, and more or fewer
-        than two classes. Numbers in `X` or the offset, and covariances that the data do not
-        identify, then raise no error, which would reveal them: they are clipped (see `privacy_`).
+        For `groupings` with K > 2 classes or a number of quadrature points; for a column of
+        `groupings` that holds dates, lists, or strings that read as dates (or, under "auto", as
+        numbers); has as many levels as rows; groups the rows as another one does; or has fewer
+        levels than coefficients with a full covariance. For more effects than fit into memory.
+
+        With a finite `epsilon`: for `groupings`, a missing bound, sample weights, an intercept that
+        does not vary, an estimated covariance of several coefficients that is not "diag", noise of
+        half of a coefficient's variance or more where several vary, a prior with a mean, and more
+        or fewer than two classes. Numbers in `X` or the offset, and covariances that the data do
+        not identify, then raise no error, which would reveal them: they are clipped (see
+        `privacy_`).
 
     Warns
     -----
     SeparationWarning
         If the likelihood has no finite maximum: a combination of the features separates the
-        classes, no client has rows of two classes, or the differences between clients diverge. A
-        weak normal prior then keeps the estimates finite.
+        classes, no client has rows of two classes, or the differences between clients, or levels,
+        diverge. A weak normal prior then keeps the estimates finite.
     ConvergenceWarning
         If `max_iter` was too small, or rounding stopped the search; more iterations help only in
         the first case.
     UserWarning
-        If the labels look like counts: more than 20 classes that are whole numbers, the largest of
-        which has a single row.
+        If the labels look like counts (more than 20 classes that are whole numbers, the largest of
+        which has a single row), or a column of `groupings` is left out.
     NotEstimableWarning
         If columns are linear combinations of others, and if rows to predict break such a relation
         (:ref:`row_space`).
@@ -162,8 +169,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features; an intercept is added if `fit_intercept` is True. With it and `groups` there
-            may be no features (d = 0): clients then have an intercept alone.
+            Features and columns of `groupings`; an intercept is added if `fit_intercept` is True.
+            With it and `groups` there may be no features (d = 0): clients then have an intercept
+            alone.
         y : array-like of shape (n_rows,)
             Class labels.
         groups : array-like of shape (n_rows,), default=None
@@ -217,7 +225,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
+            Features and groupings, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         offset : array-like of shape (n_rows,), default=None
@@ -251,7 +259,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
+            Features and groupings, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         offset : array-like of shape (n_rows,), default=None
@@ -285,7 +293,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
+            Features and groupings, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         offset : array-like of shape (n_rows,), default=None
@@ -312,7 +320,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
             raise ValueError(
                 f"level must be at most {_HIGHEST_LEVEL} for more than two classes; got {level!r}."
             )
-        moments_of = partial(self._posterior_moments, x, law.codes)
+        moments_of = partial(self._posterior_moments, x, law)
         bounds = probability_bounds(law.predictors, moments_of, law.coding, level)
         return tuple(self._mask_inestimable(x, bound) for bound in bounds)
 
@@ -329,7 +337,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
+            Features and groupings, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         offset : array-like of shape (n_rows,), default=None
@@ -354,7 +362,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
+            Features and groupings, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         offset : array-like of shape (n_rows,), default=None
@@ -387,7 +395,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
+            Features and groupings, with the columns that ``fit`` saw.
         y : array-like of shape (n_rows,)
             Observed classes.
         groups : array-like of shape (n_rows,), default=None

@@ -36,10 +36,10 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     .. math:: E_{ij} \exp(x_{ij}^\top (\beta + E b_i)), \qquad b_i \sim N(0, S),
 
     with the row's exposure :math:`E_{ij}` (such as insured years, or 1), where E selects the
-    coefficients that vary by client (`random`); all clients share the others. Given its
-    expectation :math:`\mu`, a count is Poisson, or negative binomial with the variance
-    :math:`\mu + \phi \mu^2`. A client's coefficients are its posterior mode. See the
-    :ref:`user guide <poisson_regression>`.
+    coefficients that vary by client (`random`); all clients share the others. Levels of further
+    columns of X may have effects, too (`groupings`). Given its expectation :math:`\mu`, a count is
+    Poisson, or negative binomial with the variance :math:`\mu + \phi \mu^2`. A client's
+    coefficients are its posterior mode. See the :ref:`user guide <poisson_regression>`.
 
     Attributes
     ----------
@@ -68,22 +68,29 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         intercept, and the covariance is not spherical; the covariance is full and there are fewer
         clients than random coefficients.
 
-        With a finite `epsilon`: for a missing bound, sample weights, an intercept that does not
-        vary, an estimated covariance of several coefficients that is not "diag", noise of half of
-        a coefficient's variance or more where several vary, a prior with a mean, and `family`
-        "negative_binomial". Numbers in `X`, `y`, exposure or offset, and covariances that the data
-        do not identify, then raise no error, which would reveal them: they are clipped (see
-        `privacy_`), and counts are rounded.
+        For `groupings` with a number of quadrature points; for a column of `groupings` that holds
+        dates, lists, or strings that read as dates (or, under "auto", as numbers); has as many
+        levels as rows, unless the counts are Poisson and it is named; groups the rows as another
+        one does; or has fewer levels than coefficients with a full covariance. For more effects
+        than fit into memory; for negative binomial counts, than 4,000 besides those of the largest
+        grouping.
+
+        With a finite `epsilon`: for `groupings`, a missing bound, sample weights, an intercept that
+        does not vary, an estimated covariance of several coefficients that is not "diag", noise of
+        half of a coefficient's variance or more where several vary, a prior with a mean, and
+        `family` "negative_binomial". Numbers in `X`, `y`, exposure or offset, and covariances that
+        the data do not identify, then raise no error, which would reveal them: they are clipped
+        (see `privacy_`), and counts are rounded.
 
     Warns
     -----
     SeparationWarning
         If the likelihood has no finite maximum: a combination of the features takes its largest
-        value in rows of count 0 alone, or the differences between clients diverge. A weak normal
-        prior then keeps the estimates finite.
+        value in rows of count 0 alone, or the differences between clients, or levels, diverge. A
+        weak normal prior then keeps the estimates finite.
     UserWarning
-        If `y` holds fractions, or if counts of ``family="poisson"`` are clearly overdispersed, so
-        that intervals are too short.
+        If `y` holds fractions, counts of ``family="poisson"`` are clearly overdispersed, so that
+        intervals are too short, or a column of `groupings` is left out.
     ConvergenceWarning
         If `max_iter` was too small, or rounding stopped the search; more iterations help only in
         the first case.
@@ -103,10 +110,11 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     `sample_weight`, as for scikit-learn's PoissonRegressor, have the same coefficients and errors;
     criteria, residuals and the check for overdispersion need counts.
 
-    With one varying coefficient, the predictions sum to the counts of the fit. Those of private
-    fits are at most the highest of `rate_range` per unit of exposure. Rows that repeat within a
-    client identify the dispersion. `icc_` and R2 take :math:`\log(1 + 1 / m + \phi)` as the
-    variance within clients, with the mean count m (Nakagawa, Johnson and Schielzeth, 2017).
+    With one varying coefficient and no `groupings`, the predictions sum to the counts of the fit.
+    Those of private fits are at most the highest of `rate_range` per unit of exposure. Rows that
+    repeat within a client identify the dispersion. `icc_` and R2 take :math:`\log(1 + 1 / m +
+    \phi)` as the variance within clients, with the mean count m (Nakagawa, Johnson and Schielzeth,
+    2017).
 
     References
     ----------
@@ -188,8 +196,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features; an intercept is added if `fit_intercept` is True. With it and `groups` there
-            may be no features (d = 0): clients then have an intercept alone.
+            Features and columns of `groupings`; an intercept is added if `fit_intercept` is True.
+            With it and `groups` there may be no features (d = 0): clients then have an intercept
+            alone.
         y : array-like of shape (n_rows,)
             Counts: whole numbers from 0 to 1e9, not all of them 0. Without exposure and offset
             they may be rates with `family` "poisson", as for scikit-learn's PoissonRegressor, with
@@ -300,7 +309,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
+            Features and groupings, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         exposure : array-like of shape (n_rows,), default=None
@@ -335,8 +344,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             return mean
         # The client's posterior and the errors of the estimates enter as independent factors.
         spread = averaged_exponentials(law, 2.0) - 2 * log_average
-        conditional = self._given_population(x, law.codes, np.ones((1, 1)))[:, 0, 0]
-        errors = np.maximum(self._variances(x, law.codes) - conditional, 0.0)
+        conditional = law.covariances_of(np.arange(len(x)), np.ones((1, 1)))[:, 0, 0]
+        errors = np.maximum(self._row_variances(x, law.codes, law.levels) - conditional, 0.0)
         far = np.minimum(spread + errors, _LARGEST_LOG_VARIANCE)
         std = bounded_exp(log_average) * np.sqrt(np.expm1(np.maximum(far, 0.0)))
         return mean, self._mask_inestimable(x, std)
@@ -356,7 +365,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
+            Features and groupings, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         exposure : array-like of shape (n_rows,), default=None
@@ -382,7 +391,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         """
         check_level(level)
         law, x = self._predictor_law(X, groups, _log_offset(exposure, offset, X))
-        moments = self._posterior_moments(x, law.codes)
+        moments = self._posterior_moments(x, law)
         if new_row:
             means = law.predictors[:, 0] + moments[0]
             bounds = response_bounds(self._row_family, means, moments[1], level)
@@ -410,7 +419,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
+            Features and groupings, with the columns that ``fit`` saw.
         y : array-like of shape (n_rows,)
             Observed counts; if all are 0, the score is 0.
         groups : array-like of shape (n_rows,), default=None

@@ -20,7 +20,8 @@ class GroupingPrior(BaseEstimator):
 
     .. math:: b_l \sim N(0, S), \qquad l = 1, \dots, L.
 
-    A value of `groupings` in :class:`~pfl_sklearn.linear_model.PersonalizedLinearRegression`.
+    A value of `groupings` in :class:`~pfl_sklearn.linear_model.PersonalizedLinearRegression` and in
+    the logistic and Poisson regressions.
 
     Parameters
     ----------

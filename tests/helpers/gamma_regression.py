@@ -99,7 +99,7 @@ class GammaRegression(ClientRegressorMixin, LinkRegression):
 
     def predict_interval(self, X, *, groups=None, offset=None, level=0.95, new_row=False):
         law, x = self._predictor_law(X, groups, offset)
-        modes, moments = law.predictors[:, 0], self._posterior_moments(x, law.codes)
+        modes, moments = law.predictors[:, 0], self._posterior_moments(x, law)
         if new_row:
             return response_bounds(self._row_family, modes + moments[0], moments[1], level)
         return tuple(map(np.exp, skewed_bounds(modes, moments, level)))

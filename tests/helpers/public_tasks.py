@@ -9,19 +9,24 @@ _VOICE = ["age", "sex", "test_time"]  # and the 16 voice measures, from "Jitter(
 
 
 class PublicTask(NamedTuple):
-    """Features (n, d) as a data frame, responses or 0/1 labels, clients, and times if any (n,)."""
+    """Features (n, d) as a data frame, responses or 0/1 labels and clients (n,).
+
+    Where there are any, also the times of the rows (n,), and as a series the levels (n,) of a
+    second id, crossed with the clients or above them.
+    """
 
     X: pd.DataFrame
     y: np.ndarray
     groups: np.ndarray
     time: np.ndarray | None = None
+    second: pd.Series | None = None
 
 
 def chem97(home):
     """A-level chemistry scores by school, from the pupil's GCSE average, age and sex."""
     table = pd.read_csv(home / "chem97.csv.gz")
     X = table[["gcsescore", "age"]].assign(female=table["gender"] == "F")
-    return _task(X, table["score"], table["school"])
+    return _task(X, table["score"], table["school"], table["lea"])
 
 
 def parkinsons(home):
@@ -37,14 +42,15 @@ def movielens(home):
     table = pd.read_csv(home / "movielens_small_ratings.csv.gz")
     films = pd.read_csv(home / "movielens_small_movies.csv.gz", index_col="movie")
     films["year"] = films["year"].fillna(films["year"].median())
-    return _task(films.drop(columns="title").loc[table["movie"]], table["rating"], table["user"])
+    X = films.drop(columns="title").loc[table["movie"]]
+    return _task(X, table["rating"], table["user"], table["movie"])
 
 
 def insteval(home):
     """Ratings by lecturer, from the terms of student and lecture, service, and department."""
     table = pd.read_csv(home / "insteval.csv.gz")
     X = pd.get_dummies(table[["studage", "lectage", "service", "dept"]], columns=["dept"])
-    return _task(X, table["y"], table["lecturer"])
+    return _task(X, table["y"], table["lecturer"], table["student"])
 
 
 def radon(home):
@@ -53,7 +59,7 @@ def radon(home):
     table = table[table["uranium_ppm"] > 0]
     X = pd.get_dummies(table[["floor"]], columns=["floor"])
     X["log_uranium"] = np.log(table["uranium_ppm"])
-    return _task(X, table["log_radon"], table["county_fips"])
+    return _task(X, table["log_radon"], table["county_fips"], table["state"])
 
 
 def landmine(home):
@@ -86,7 +92,7 @@ def verbagg(home):
     """Verbal aggression by person, from anger, sex, and the kind of item."""
     table = pd.read_csv(home / "verbagg.csv.gz")
     X = pd.get_dummies(table[["Anger", "Gender", "btype", "situ", "mode"]])
-    return _task(X, table["r2"] == "Y", table["id"])
+    return _task(X, table["r2"] == "Y", table["id"], table["item"])
 
 
 def heart(home):
@@ -107,6 +113,7 @@ REGRESSION = [chem97, parkinsons, movielens, insteval, radon]
 CLASSIFICATION = [landmine, movielens_liked, insteval_liked, contraception, verbagg, heart]
 
 
-def _task(X, y, groups):
+def _task(X, y, groups, second=None):
     X, y = X.astype(float).set_axis(X.columns.astype(str), axis=1), np.asarray(y)
-    return PublicTask(X, y.astype(float if np.unique(y).size > 2 else int), np.asarray(groups))
+    y = y.astype(float if np.unique(y).size > 2 else int)
+    return PublicTask(X, y, np.asarray(groups), second=second)

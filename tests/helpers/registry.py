@@ -48,7 +48,10 @@ REGRESSIONS = [
     PersonalizedLogisticRegression(),
     PersonalizedPoissonRegression(),
 ]
-GROUPED = [PersonalizedLinearRegression(random="intercept", groupings=[1])]
+GROUPED = [
+    PersonalizedLinearRegression(random="intercept", groupings=[1]),
+    PersonalizedLogisticRegression(random="intercept", groupings=[1]),
+]
 ROUNDS = [PPSGDRegressor(random_state=0), PPSGDClassifier(random_state=0)]
 SHORTER = {"n_rounds": 2, "local_steps": 2, "random_state": 0}
 FLAT = {"n_rounds": None, "tol": 0.3, "local_steps": 2, "random_state": 0}
@@ -287,7 +290,8 @@ def make_table(estimator, n_clients=12, seed=0):
     X = rng.normal(size=(len(groups), 2))
     if estimator in GROUPED:
         X[:, 1] = rng.integers(5, size=len(groups))
-        y += X[:, 1]
+        if not is_classifier(estimator):
+            y += X[:, 1]
     return X, y, groups
 
 

@@ -18,7 +18,13 @@ from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from pfl_sklearn import ClientColumn, PersonalizedLinearRegression, SingleClientWarning
+from pfl_sklearn import (
+    ClientColumn,
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+    SingleClientWarning,
+)
 from pfl_sklearn.base import UnseenClientsWarning
 from pfl_sklearn.linear_model._mixed._groupings import _fit
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior, GroupingPrior, LaplacePrior
@@ -34,6 +40,7 @@ STARS = AGE + rng.normal(size=12)[USERS] + rng.normal(size=N_MOVIES)[MOVIES] + r
 TABLE = pd.DataFrame({"age": AGE, "movie": TITLES})
 BY_MOVIE = PersonalizedLinearRegression(random="intercept", groupings=["movie"])
 BOUNDS = {"epsilon": 1.0, "feature_bound": 3.0, "target_bound": 5.0, "random_state": 0}
+LINK_BOUNDS = {"epsilon": 1.0, "feature_bound": 3.0, "max_rows_per_client": 20}
 
 
 def fit(X, groupings="auto", y=STARS, groups=USERS, **params):
@@ -340,10 +347,18 @@ def test_predict_refuses_other_columns(fitted, X, message):
 # Privacy ------------------------------------------------------------------------------------------
 
 
-def test_private_fits_refuse_groupings_before_they_charge_or_read(tmp_path):
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        PersonalizedLinearRegression(**BOUNDS),
+        PersonalizedLogisticRegression(**LINK_BOUNDS),
+        PersonalizedPoissonRegression(rate_range=(0.1, 2.0), **LINK_BOUNDS),
+    ],
+)
+def test_private_fits_refuse_groupings_before_they_charge_or_read(estimator, tmp_path):
     ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
     unread = with_movies(None).assign(age=object())  # whose values no check would pass
-    model = PersonalizedLinearRegression(groupings=["movie"], ledger=ledger, **BOUNDS)
+    model = clone(estimator).set_params(groupings=["movie"], ledger=ledger)
     with pytest.raises(ValueError, match=r"groupings=.*finite epsilon.*two units"):
         model.fit(unread, STARS, groups=USERS)
     assert not ledger.entries

@@ -472,7 +472,7 @@ def test_the_dispersion_is_pearsons_over_what_clients_leave():
     model = PersonalizedPoissonRegression(random="intercept")
     model.fit(np.zeros((600, 1)), y, groups=groups)
     coefficients = np.column_stack([model.intercept_, model.coef_])[:, None]
-    estimates = SimpleNamespace(coefficients=coefficients, posterior=model._posterior)
+    estimates = SimpleNamespace(coefficients=coefficients, posterior=model._posterior, rows=None)
     columns = np.tile([1.0, 0.0], (600, 1))
     table = SimpleNamespace(columns=columns, codes=groups, y=y, offset=None, weights=None)
     dispersion, error = pearson_dispersion(estimates, table)

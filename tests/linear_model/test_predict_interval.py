@@ -230,7 +230,8 @@ def test_bounds_of_new_counts_by_simulation(family, uncertainty):
     model, (X, _, groups) = fit("counts", params=params, level=2.0)
     ids = np.append(groups[:40:8], NEW)
     rng, n = np.random.default_rng(0), 60_000
-    moments = model._posterior_moments(model._design.matrix(X[:6]), np.append(ids[:5], -1))
+    law, x = model._predictor_law(X[:6], ids, None)
+    moments = model._posterior_moments(x, law)
     middle = np.log(model.predict(X[:6], groups=ids, integrate=False)) + moments[0]
     rates = np.exp(middle + np.sqrt(moments[1]) * rng.normal(size=(n, 6)))
     if model.dispersion_ > 0:

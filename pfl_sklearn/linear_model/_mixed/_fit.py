@@ -47,11 +47,11 @@ def fit_link(table, prior, family, options):
     dispersion of a family that has one.
     """
     q = table.n_random
-    _check_fitted_to_several(prior)
-    mean, covariance = _coded_mean(prior, family, q), prior.known_covariance(q)
+    check_fitted_to_several(prior)
+    mean, covariance = coded_mean(prior, family, q), prior.known_covariance(q)
     if covariance is None and table.n_clients == 1:
         return _fit_single(table, prior, family, options)
-    _check_covariance(table, prior, covariance, family)
+    check_covariance(table, prior, covariance, family)
     # A known covariance is in the user's units, so its columns stay where they are.
     shaped = covariance is None and is_centred(table, prior)
     table, frame = _centred(table, mean, shaped)
@@ -99,7 +99,7 @@ def _averaging_share(table, maximum, options):
     return averaging_share(repeated if family.needs_repeats else table.n_clients)
 
 
-def _check_fitted_to_several(prior):
+def check_fitted_to_several(prior):
     """Raise ValueError for the `prior_` of a fit of one client, which has no covariance."""
     if prior.covariance is not None and np.isnan(np.asarray(prior.covariance, dtype=float)).any():
         raise ValueError(
@@ -109,7 +109,7 @@ def _check_fitted_to_several(prior):
         )
 
 
-def _check_covariance(table, prior, covariance, family):
+def check_covariance(table, prior, covariance, family):
     """Raise ValueError if the data do not identify the covariance, or searches cannot follow it."""
     if covariance is None:
         m = table.n_clients
@@ -156,7 +156,7 @@ def _centred(table, mean, random_too):
     return table, ColumnScaling(np.ones(len(centre)), centre, table.intercept)
 
 
-def _coded_mean(prior, family, q):
+def coded_mean(prior, family, q):
     """The prior's mean as population coefficients (a, q), or None."""
     # For K > 2 classes the prior gives one number, or K q numbers class by class.
     coding = family.coding

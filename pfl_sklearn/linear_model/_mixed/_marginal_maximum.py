@@ -36,6 +36,8 @@ class WeakPriors(NamedTuple):
     runaway: bool = False  # because the differences between clients diverged
     coarse: bool = False  # the points of the quadrature are too few for so wide a spread
     separated: bool = False  # whether the free columns separate the classes
+    pure: tuple = ()  # names of groupings whose levels have one class each
+    far_apart: tuple = ()  # names of those whose differences between levels diverged
 
 
 class MarginalMaximum(NamedTuple):

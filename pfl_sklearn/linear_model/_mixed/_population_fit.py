@@ -33,10 +33,10 @@ _MAX_POOLED_STEPS = 100  # separated data take about 30
 _POOLED_DECREMENT = 1e-9  # nats; the step with this squared Newton decrement is the last
 # Share of the information at the start below which a direction counts as separated.
 _SEPARATED = 1e-6
-_WEAK_SD = 2.5  # of the prior on separated slopes, in predictors per standard deviation of a column
-_TIGHT_SD = 1.0  # of the prior on a factor that diverged, in predictors per size of a column
+WEAK_SD = 2.5  # of the prior on separated slopes, in predictors per standard deviation of a column
+TIGHT_SD = 1.0  # of the prior on a factor that diverged, in predictors per size of a column
 # If the tight prior leaves a smaller share of the spread, the data do not support the rest.
-_SUPPORTED_SHARE = 1 / 3
+SUPPORTED_SHARE = 1 / 3
 _COARSE_RATIO = 1.5  # times the spread by many points, or its inverse, from which a fit warns
 _FAR_FACTOR = 10.0  # times the spread between clients, at which the likelihood must have fallen
 _INTERVAL_FALL = 1.92  # nats to the end of a 95 % interval: half a quantile of chi-square(1)
@@ -120,7 +120,7 @@ def pooled_fit(table, family, offset, n_known, penalty):
     if not pooled.separated:
         return pooled
     # The penalty that the user asked for stands where it is the stronger one.
-    weak = _slope_precision(columns, table.weights, at, _WEAK_SD**-2)
+    weak = _slope_precision(columns, table.weights, at, WEAK_SD**-2)
     pooled = fit_pooled(columns, table, family, offset, np.maximum(weak, requested), start)
     return pooled._replace(separated=True)
 
@@ -153,7 +153,7 @@ def find_population(table, shared, family, prior, mean, covariance, options):
         maximum = MarginalMaximum(population, _covariance_root(covariance), family, 1, True)
         weak, root = WeakPriors(np.zeros(0), np.zeros(q)), np.zeros((0, 0))
         return maximum, PopulationSearch(table, shared, options, maximum, root, weak)
-    pooled, family = _pooled_start(table, family, population, n_known, options.population_penalty)
+    pooled, family = pooled_start(table, family, population, n_known, options.population_penalty)
     population[:, n_known:] = pooled.coefficients
     if covariance is None:
         shape, scale = _free_covariance(table, prior, pooled.curvature)
@@ -168,7 +168,7 @@ def find_population(table, shared, family, prior, mean, covariance, options):
     # Clients of one class each may be infinitely far apart.
     mixed = not family.bounded or varies_within_clients(table.y, table.codes, table.n_clients)
     unmixed = covariance is None and not mixed
-    spread = _factor_precision(table, _WEAK_SD) if unmixed else np.zeros(q)
+    spread = _factor_precision(table, WEAK_SD) if unmixed else np.zeros(q)
     weak = WeakPriors(pooled.precision, spread, separated=pooled.separated)
     start = start._replace(states=modes.states)
     search = PopulationSearch(table, shared, options, start, root, weak, shape, scale)
@@ -178,7 +178,7 @@ def find_population(table, shared, family, prior, mean, covariance, options):
     return maximum, search
 
 
-def _pooled_start(table, family, population, n_known, penalty):
+def pooled_start(table, family, population, n_known, penalty):
     """PooledFit at a known population, and the family, with a plausible dispersion if any."""
     offset = table.predictors(population)
     pooled = pooled_fit(table, family.limit or family, offset, n_known, penalty)
@@ -293,11 +293,11 @@ class PopulationSearch(NamedTuple):
             exact_spread = self.table.predictor_spread(exact.factor)
             wrong = max(spread / exact_spread, exact_spread / spread)
             return maximum, self._replace(weak=self.weak._replace(coarse=wrong > _COARSE_RATIO))
-        precision = _factor_precision(self.table, _TIGHT_SD)
+        precision = _factor_precision(self.table, TIGHT_SD)
         tight = self._replace(weak=self.weak._replace(spread=precision, runaway=True))
         regularized = tight.maximum(_CAUTIOUS_START)
         # So weak a prior hardly moves a spread that the data support.
-        supported = self.table.predictor_spread(regularized.factor) >= _SUPPORTED_SHARE * spread
+        supported = self.table.predictor_spread(regularized.factor) >= SUPPORTED_SHARE * spread
         return (maximum, self) if supported else (regularized, tight)
 
     def observed_root(self, maximum):

@@ -40,6 +40,8 @@ class PredictorLaw(NamedTuple):
     codes: np.ndarray  # (n,), -1 for new clients
     # Covariances (b, a, a) of combinations (a, c) at rows (b,), by the curvature.
     covariances_of: Callable
+    levels: Any = None  # codes (n,) of the levels of every grouping after the clients
+    shifts: Any = 0.0  # (n,), of the means from the predictors at the modes of the levels
 
     def parts(self):
         """Rows that have nodes, and rows whose predictors are normal."""
@@ -61,6 +63,8 @@ class PredictorLaw(NamedTuple):
     def normal_means(self, rows):
         """Means (b, c) of rows (b,)."""
         means, known = self.predictors[rows].copy(), self.codes[rows] >= 0
+        if np.ndim(self.shifts):
+            means += self.shifts[rows, None]
         if known.any():
             shifts = self.effects.mean_shifts(self.z[rows[known]], self.codes[rows[known]])
             means[known] += shifts @ self.coding.T
@@ -77,20 +81,37 @@ class PredictorLaw(NamedTuple):
         return variances
 
 
+class FittedRows(NamedTuple):
+    """Predictors of the rows of a fit with several groupings, given the population."""
+
+    predictors: np.ndarray  # (n,), at the mode
+    shifts: np.ndarray  # (n,), of the posterior means from them
+    variances: np.ndarray  # (n,)
+
+
 def table_law(estimates, table):
     """PredictorLaw of the rows of a RegressionTable, whose clients are those of the estimates."""
 
+    z, coding = table.columns[:, : table.n_random], estimates.family.coding
+    predictors, fitted = predictors_at_modes(estimates, table), estimates.rows
+
     def covariances_of(rows, combinations):
+        if fitted is not None:
+            return fitted.variances[rows, None, None] * np.square(combinations)
         x = cross_outputs(combinations, table.columns[rows])
         return estimates.posterior.given_population(x, table.codes[rows])
 
-    z, coding = table.columns[:, : table.n_random], estimates.family.coding
-    predictors = predictors_at_modes(estimates, table)
-    return PredictorLaw(predictors, coding, estimates.effects, z, table.codes, covariances_of)
+    law = PredictorLaw(predictors, coding, estimates.effects, z, table.codes, covariances_of)
+    if fitted is None:
+        return law
+    # The rows' own shifts hold those of their clients.
+    return law._replace(effects=None, codes=np.full_like(table.codes, -1), shifts=fitted.shifts)
 
 
 def predictors_at_modes(estimates, table):
     """Predictors (n, c) of the rows of a table, with the coefficients of their clients."""
+    if estimates.rows is not None:
+        return estimates.rows.predictors[:, None]
     predictors = np.einsum("np,ncp->nc", table.columns, estimates.coefficients[table.codes])
     return predictors if table.offset is None else predictors + table.offset[:, None]
 

@@ -320,6 +320,7 @@ class MixedModelEstimates(NamedTuple):
     weak: Any = None  # WeakPriors that keep the maximum finite
     levels: Any = None  # FittedLevels of further groupings
     variances: Any = None  # FittedVariances of all groupings
+    rows: Any = None  # FittedRows, with further groupings
 
     @property
     def is_open(self):

@@ -23,6 +23,10 @@ from pfl_sklearn.linear_model._private._messages import (
 )
 from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
+_TWO_UNITS = (
+    "does not go with a finite epsilon: a row would belong to two units, a client and a level"
+)
+
 # Bounds that a private fit needs: the range of each, what it means, and what to rescale.
 _SCALED = "Rows beyond it are scaled down. Choose it without looking at the data."
 _LINEAR_RANGE = tuned.SMALLEST_BOUND, 1 / tuned.SMALLEST_BOUND
@@ -68,8 +72,7 @@ def check_linear_parameters(params, prior, sample_weight):
         raise ValueError(
             f"prior={prior!r} does not go with a finite epsilon; expected a GaussianPrior."
         )
-    two_units = "does not go with a finite epsilon: a row would belong to two units"
-    check_no_groupings(params.groupings, f"{two_units}, a client and a level")
+    check_no_groupings(params.groupings, _TWO_UNITS)
     unknown = "its effect on the sensitivity is undefined."
     check_private_bounds(params, LINEAR_BOUNDS, sample_weight, unknown)
 
@@ -242,6 +245,7 @@ def check_noise_on_slopes(m, q, params):
 
 def check_link_parameters(params, prior, sample_weight):
     """Raise ValueError if the parameters allow no private fit; no data is touched."""
+    check_no_groupings(params.groupings, _TWO_UNITS)
     instead = "max_rows_per_client limits how much a client counts."
     check_private_bounds(params, LINK_BOUNDS, sample_weight, instead)
     if prior.mean is not None or params.population_penalty:

@@ -9,7 +9,7 @@ of the outer columns. A root may be singular: a variance of zero is a point like
 
 from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy import sparse
@@ -21,9 +21,9 @@ from pfl_sklearn.linear_model._mixed._groupings._products import CELLS_AT_ONCE, 
 _ROUNDED_SQUARES = 1e-14  # residual squares over squares of the target that count as rounding
 _TINY_SQUARES = 1e-280  # where all targets are 0, whose logarithm does not exist
 _SMALL_RATIO = 1e-3  # of a ratio times the rows of a level
-_N_PROBES = 30  # random signs that estimate the traces of large groupings
+N_PROBES = 30  # random signs that estimate the traces of large groupings
 _N_DRAWS, _DRAWS_AT_ONCE = 200, 20  # of the posterior: a standard deviation is right to 5 %
-_PROBE_SEED = 0  # the same signs in every step and every fit
+PROBE_SEED = 0  # the same signs in every step and every fit
 SOLVED = 1e-9  # norm of what conjugate gradients leave, over that of the right side
 SEARCHED = 1e-5  # the same in a search, where a looser one prevents convergence, and for draws
 _MOST_CG_STEPS = 1000  # of conjugate gradients
@@ -165,15 +165,23 @@ class DenseEquations(Equations):
 
     def _set_up(self):
         products = self.products
-        square: Any = self.explained.T @ self.explained
-        is_dense = isinstance(square, np.ndarray)
-        self.reduced = products.outer - (square if is_dense else square.toarray())
+        self.reduced = products.outer - self._squares(products.n_outer_effects)
         system = self._scaled(self._scaled(self.reduced).T)
         effects = np.arange(products.n_outer_effects)
         system[effects, effects] += 1.0
         self.factor, failed = lapack.dpotrf(system, lower=1, clean=1)
         if failed:
             raise np.linalg.LinAlgError("population columns are linearly dependent")
+
+    def _squares(self, n_effects):
+        """Products (r, r) of the explained rows."""
+        if isinstance(self.explained, np.ndarray):
+            return self.explained.T @ self.explained
+        # The population's columns have no zeros, so sparse products would take much longer.
+        effects, columns = self.explained[:, :n_effects], self.explained[:, n_effects:].toarray()
+        border = effects.T @ columns
+        within = (effects.T @ effects).toarray()
+        return np.block([[within, border], [border.T, columns.T @ columns]])
 
     def _solve(self, right):
         return cho_solve((self.factor, True), right)
@@ -305,7 +313,7 @@ class IterativeEquations(Equations):
         A draw is the error of estimates of the large groupings' effects from a simulated table
         (Henderson's equations give its covariance).
         """
-        products, rng = self.products, np.random.default_rng(_PROBE_SEED)
+        products, rng = self.products, np.random.default_rng(PROBE_SEED)
         inner, outside = products.rows
         large = products.n_large_effects
         outside, blocks = outside[:, :large], []
@@ -330,15 +338,19 @@ class IterativeEquations(Equations):
         return self._unscaled(result)
 
     @cached_property
+    def _effect_inverse(self):
+        """Inverse of the exact part of S without the population's columns, which hold zeros."""
+        effects = slice(self.products.n_outer_effects - self.products.n_large_effects)
+        block = np.linalg.inv(np.linalg.inv(self._inverse)[effects, effects])
+        inverse = np.zeros_like(self._inverse)
+        inverse[effects, effects] = block
+        return inverse
+
+    @cached_property
     def slopes(self):
         """Slopes of the criterion; traces of large groupings by random signs."""
         products, large, q = self.products, self.products.n_large_effects, self.products.widths[0]
-        inverse = self._inverse
-        if not self.restricted:  # of the effects alone
-            effects = slice(products.n_outer_effects - large)
-            block = np.linalg.inv(np.linalg.inv(inverse)[effects, effects])
-            inverse = np.zeros_like(inverse)
-            inverse[effects, effects] = block
+        inverse = self._inverse if self.restricted else self._effect_inverse
         n_inner = products.inner[..., 0].size
         signs = random_signs(n_inner + large)
         # Random signs are exact on average over levels, so few levels get unit vectors.
@@ -406,7 +418,7 @@ def conjugate_gradients(times, diagonal, right, tol, start=None):
 
 def random_signs(n):
     """Signs (n, k) whose outer product is the identity on average, the same in every call."""
-    return np.random.default_rng(_PROBE_SEED).choice([-1.0, 1.0], (n, _N_PROBES))
+    return np.random.default_rng(PROBE_SEED).choice([-1.0, 1.0], (n, N_PROBES))
 
 
 def apply_blocks(blocks, columns):

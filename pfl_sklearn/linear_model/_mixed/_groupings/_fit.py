@@ -8,17 +8,23 @@ from sklearn.base import clone
 
 from pfl_sklearn._warnings import format_names, warn_caller
 from pfl_sklearn.linear_model._mixed._groupings._averaging import with_averaged_variances
+from pfl_sklearn.linear_model._mixed._groupings._products import products_of
 from pfl_sklearn.linear_model._mixed._groupings._scaled_rows import MOST_DENSE, scale_rows
 from pfl_sklearn.linear_model._mixed._groupings._variance_bounds import fitted_variances
 from pfl_sklearn.linear_model._mixed._groupings._variances import (
     SuccessiveEquations,
     search_grouped_variances,
 )
-from pfl_sklearn.linear_model._mixed._identifiability import is_centred
+from pfl_sklearn.linear_model._mixed._identifiability import (
+    check_covariance_identified,
+    check_noise_identified,
+    is_centred,
+    varying_columns,
+)
 from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates
 
 _BYTES_PER_EFFECT = 14_000  # at the peak of a larger fit, measured: 200 draws, probes and copies
-_STOP = 1e-2  # root of the gain, in twice the nats, at which a search by random signs ends
+STOP = 1e-2  # root of the gain, in twice the nats, at which a search by random signs ends
 
 
 class FittedLevels(NamedTuple):
@@ -32,6 +38,7 @@ class FittedLevels(NamedTuple):
     n_rows: np.ndarray  # (L,)
     prior: Any  # GroupingPrior, with its covariance
     mean_row: Any  # (q,), the columns' means, where the covariance has its shape; else None
+    shifts: Any = None  # (L, q), of the posterior means from the modes, behind a link
 
     @property
     def part(self):
@@ -68,9 +75,13 @@ def check_memory(groupings):
 
 def fit_groupings(table, prior, options, rows):
     """MixedModelEstimates of GroupedRows, with FittedLevels of every further grouping."""
-    scaled = scale_rows(table, prior, options.noise_variance, rows)
-    points = SuccessiveEquations(scaled.products, options.method == "reml", scaled.is_dense)
-    limits = options.max_iter, options.tol if scaled.is_dense else _STOP
+    covariance = _client_covariance(table, prior, options.noise_variance)
+    scaled = scale_rows(table, prior, covariance, rows)
+    offset = _offset(table, prior)
+    target, dense = rows.target - rows.columns @ offset, scaled.is_dense
+    products = products_of(scaled.groupings, scaled.columns, target, rows.weights, dense)
+    points = SuccessiveEquations(products, options.method == "reml", dense)
+    limits = options.max_iter, options.tol if dense else STOP
     result = search_grouped_variances(points, scaled.parameters, options.noise_variance, limits)
     result = result._replace(equations=points.solved(result.equations))
     variances = fitted_variances(
@@ -79,24 +90,52 @@ def fit_groupings(table, prior, options, rows):
         scaled.backs,
         scaled.layout.back,
         options.noise_variance,
-        points if scaled.is_dense else None,  # iterative ones have no criterion
+        points if dense else None,  # iterative ones have no criterion
         limits,
     )
-    estimates = _estimates(table, prior, rows, scaled, result)._replace(variances=variances)
-    if options.uncertainty == "plug_in" or not scaled.is_dense:
+    estimates = _estimates(table, prior, rows, scaled, offset, result)
+    estimates = estimates._replace(variances=variances)
+    if options.uncertainty == "plug_in" or not dense:
         return estimates
     return with_averaged_variances(estimates, result.equations, scaled.parameters, scaled.layout)
 
 
-def _estimates(table, prior, rows, scaled, result):
+def _client_covariance(table, prior, noise):
+    """Covariance (q, q) of the clients' coefficients if it is known or zero, otherwise None."""
+    q = table.n_random
+    covariance = prior.known_covariance(q)
+    if covariance is not None:
+        return covariance
+    if table.n_clients == 1:  # its deviation from the population is part of the population
+        return np.zeros((q, q))
+    check_noise_identified(table, noise, ", or a prior with a known covariance")
+    check_covariance_identified(table, prior)
+    # Columns that are constant within clients do not vary between them.
+    return None if varying_columns(table, prior).any() else np.zeros((q, q))
+
+
+def _offset(table, prior):
+    """Coefficients (p,) that are known, and an intercept that leaves targets of mean 0."""
+    q = table.n_random
+    mean, offset = prior.known_mean(q), np.zeros(table.n_columns)
+    if mean is not None:
+        offset[:q] = mean
+    if table.intercept is not None and (mean is None or table.intercept >= q):
+        means = table.means()[0]
+        offset[table.intercept] = means[-1] - means[:-1] @ offset
+    return offset
+
+
+def _estimates(table, prior, rows, scaled, offset, result):
     equations, layout, q = result.equations, scaled.layout, table.n_random
     noise, back = equations.noise, layout.population.back
     effects, coefficients = layout.solution(equations)
     _warn_of_exact_fit(table, equations, effects)
-    population = scaled.offset + back @ coefficients
+    population = offset + back @ coefficients
     deviations = np.zeros((table.n_clients, table.n_columns))
     deviations[:, :q] = effects[0] @ layout.frames[0].back.T
-    error_root = np.sqrt(noise) * back @ equations.inverse_root[scaled.products.n_outer_effects :]
+    n_effects = equations.products.n_outer_effects
+    error_root = np.sqrt(noise) * back @ equations.inverse_root[n_effects:]
     covariances = layout.covariances(equations)
     is_shaped = scaled.parameters[0].shape is not None and is_centred(table, prior)
     if table.n_clients == 1 and prior.covariance is None:  # which says nothing about a variance
@@ -119,7 +158,7 @@ def _estimates(table, prior, rows, scaled, result):
         unidentified=np.setdiff1d(np.arange(first, table.n_columns), scaled.free),
         first=first,
         centre=scaled.centre if is_shaped else None,
-        levels=_levels(rows, scaled, effects, covariances, table.intercept),
+        levels=fitted_levels(rows, scaled, effects, covariances, table.intercept),
     )
 
 
@@ -136,8 +175,8 @@ def _warn_of_exact_fit(table, equations, effects):
     )
 
 
-def _levels(rows, scaled, effects, covariances, intercept):
-    """FittedLevels of every further grouping; effects and covariances are clients first."""
+def fitted_levels(rows, scaled, effects, covariances, intercept, shifts=None):
+    """FittedLevels of every further grouping; effects and the like are clients first."""
     fitted = []
     for k, each in enumerate(rows.groupings, start=1):
         at, codes, prior = each.positions, each.codes[each.codes >= 0], each.prior
@@ -153,6 +192,7 @@ def _levels(rows, scaled, effects, covariances, intercept):
                 np.bincount(codes, minlength=len(each.levels)),
                 clone(prior).set_params(covariance=covariances[k]),
                 mean_row if has_slopes and prior.covariance is None else None,
+                None if shifts is None else shifts[k] @ scaled.layout.frames[k].back.T,
             )
         )
     return fitted

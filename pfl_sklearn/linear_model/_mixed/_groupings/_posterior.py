@@ -54,6 +54,13 @@ class GroupingsPosterior(NamedTuple):
         rows = (at[:, None] * q + np.arange(q)).ravel()
         return self._replace(whitening=self.whitening[clients], explained=self.explained[rows])
 
+    @property
+    def given_population(self):
+        """The posterior given the population's coefficients."""
+        # The last columns of the triangular root H are the population's error.
+        n_kept = self.inverse_root.shape[1] - self.population.back.shape[1]
+        return self._replace(inverse_root=self.inverse_root[:, :n_kept])
+
     def variances(self, x, codes, levels=None):
         """Variance (n,) of predictors of rows x (n, p), of clients and of levels (n,).
 
@@ -92,9 +99,9 @@ class GroupingsPosterior(NamedTuple):
         `conditional` on the population's coefficients they are those of lme4's ``condVar``: blocks
         of the inverse equations of all effects, without the population's columns.
         """
-        # The last columns of the triangular root H are the population's error.
-        n_kept = self.inverse_root.shape[1] - self.population.back.shape[1] * conditional
-        root, back = self.inverse_root[:, :n_kept], self.frames[k].back
+        posterior = self.given_population if conditional else self
+        root, back = posterior.inverse_root, self.frames[k].back
+        n_kept = root.shape[1]
         if k > 0:
             blocks = root[level_slices(self.n_levels, self.frames)[k - 1]]
             blocks = back @ blocks.reshape(self.n_levels[k - 1], len(back), -1)

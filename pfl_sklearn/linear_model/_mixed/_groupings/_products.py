@@ -59,7 +59,7 @@ class Products:
     n_levels: tuple  # of every grouping
     widths: tuple  # numbers of coefficients per level
     n_columns: int  # p
-    rows: Any = None  # sparse (n, L q) and (n, r), whose products these are; None if they are dense
+    rows: Any = None  # sparse (n, L q) and (n, e) of the groupings; None if products are dense
 
     @cached_property
     def cross_transposed(self):
@@ -111,6 +111,16 @@ class Products:
         slices = zip(self.outer_slices, self.widths[1:], strict=True)
         return [outer[at].reshape(-1, q) for at, q in slices]
 
+    def with_penalty(self, penalty):
+        """The same products, with a penalty (p, p) on the population's coefficients."""
+        p, r = self.n_columns, len(self.outer_target)
+        if isinstance(self.outer, np.ndarray):
+            outer = self.outer.copy()
+            outer[r - p :, r - p :] += penalty
+        else:
+            outer = self.outer + sparse.block_diag([sparse.csr_array((r - p, r - p)), penalty])
+        return replace(self, outer=outer)
+
     def times(self, inner, outer):
         """Products of all rows' predictors, for effects (L, q[, k]) and (r[, k]), with columns."""
         flat = inner.reshape(-1, *outer.shape[1:])
@@ -119,30 +129,94 @@ class Products:
         return product, self.cross.T @ flat + self.outer @ outer
 
 
+class GroupedDesign(NamedTuple):
+    """Columns of the rows of K groupings, which are sparse, and of the population."""
+
+    first: Grouping
+    indicator: Any  # sparse (n, L q), of the first grouping
+    others: Any  # sparse (n, e), of the others
+    columns: np.ndarray  # (n, p), of the population
+    n_levels: tuple  # of every grouping
+    widths: tuple  # numbers of coefficients per level
+    dense: bool  # whether products of outer columns are
+
+    def predictors(self, inner, outer):
+        """Predictors (n[, k]) of effects (L q[, k]) and outer values (r[, k])."""
+        n_effects = self.others.shape[1]
+        result = self.indicator @ inner + self.others @ outer[:n_effects]
+        return result + self.columns @ outer[n_effects:]
+
+    def sums(self, values):
+        """Sums (L q[, k]) and (r[, k]) of the columns times values (n[, k])."""
+        outer = self.others.T @ values, self.columns.T @ values
+        return self.indicator.T @ values, np.concatenate(outer)
+
+    def products(self, pull, weights=None):
+        """Products weighted by `weights` (n,), with the rows' pull (n,) in place of a target.
+
+        Without weights the pull is the target of least squares.
+        """
+        first, columns, others = self.first, self.columns, self.others
+        if weights is not None:
+            first = first._replace(columns=first.columns * np.sqrt(weights)[:, None])
+            columns, others = columns * weights[:, None], scale_rows_of(others, weights)
+        within = (self.others.T @ others).tocsr()
+        border, square = self.others.T @ columns, self.columns.T @ columns
+        outer: Any = sparse.block_array([[within, border], [border.T, square]], format="csr")
+        if self.dense:
+            outer = np.block([[within.toarray(), border], [border.T, square]])
+        inner_target, outer_target = self.sums(pull)
+        return Products(
+            _products_by_level(first),
+            sparse.hstack([self.indicator.T @ others, self.indicator.T @ columns], format="csr"),
+            outer,
+            inner_target.reshape(first.n_levels, first.width),
+            outer_target,
+            float(pull @ pull),
+            len(pull),
+            self.n_levels,
+            self.widths,
+            self.columns.shape[1],
+            None if self.dense else self._weighted(weights),
+        )
+
+    def _weighted(self, weights):
+        """Columns of groupings times roots of the weights, as the posterior's draws need them."""
+        if weights is None:
+            return self.indicator, self.others
+        roots = np.sqrt(weights)
+        return scale_rows_of(self.indicator, roots), scale_rows_of(self.others, roots)
+
+
+def grouped_design(groupings, columns, dense=True):
+    """GroupedDesign of Groupings and population columns (n, p)."""
+    first, *others = groupings
+    return GroupedDesign(
+        first,
+        first.indicator(),
+        sparse.hstack(
+            [sparse.csr_array((len(columns), 0)), *(g.indicator() for g in others)], "csr"
+        ),
+        columns,
+        tuple(g.n_levels for g in groupings),
+        tuple(g.width for g in groupings),
+        dense,
+    )
+
+
 def products_of(groupings, columns, target, weights=None, dense=True):
     """Products of Groupings, population columns (n, p) and a target (n,); weights (n,) or None."""
     if weights is not None:
         roots = np.sqrt(weights)
         columns, target = columns * roots[:, None], target * roots
         groupings = [g._replace(columns=g.columns * roots[:, None]) for g in groupings]
-    first, *others = groupings
-    inner = _products_by_level(first)
-    indicator = first.indicator()
-    outside = sparse.hstack([*(g.indicator() for g in others), sparse.csr_array(columns)]).tocsr()
-    outer = (outside.T @ outside).tocsr()
-    return Products(
-        inner,
-        (indicator.T @ outside).tocsr(),
-        outer.toarray() if dense else outer,
-        (indicator.T @ target).reshape(first.n_levels, first.width),
-        outside.T @ target,
-        float(target @ target),
-        len(target),
-        tuple(g.n_levels for g in groupings),
-        tuple(g.width for g in groupings),
-        columns.shape[1],
-        None if dense else (indicator, outside),
-    )
+    return grouped_design(groupings, columns, dense).products(target)
+
+
+def scale_rows_of(matrix: Any, factors) -> Any:
+    """Sparse matrix (n, k), by rows, times factors (n,) of its rows."""
+    values = matrix.data * np.repeat(factors, np.diff(matrix.indptr))
+    return sparse.csr_array((values, matrix.indices, matrix.indptr), matrix.shape)
 
 
 def _products_by_level(grouping):

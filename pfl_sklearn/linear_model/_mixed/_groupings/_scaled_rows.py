@@ -5,14 +5,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._mixed._groupings._posterior import Frame, Layout
-from pfl_sklearn.linear_model._mixed._groupings._products import Grouping, Products, products_of
+from pfl_sklearn.linear_model._mixed._groupings._products import Grouping
 from pfl_sklearn.linear_model._mixed._groupings._search import RatioShape
 from pfl_sklearn.linear_model._mixed._groupings._variances import make_parameters
-from pfl_sklearn.linear_model._mixed._identifiability import (
-    check_covariance_identified,
-    check_noise_identified,
-    varying_columns,
-)
+from pfl_sklearn.linear_model._mixed._identifiability import varying_columns
 from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling
 
 MOST_DENSE = 4000  # outer columns, whose dense factor takes 128 MB
@@ -41,13 +37,13 @@ class GroupedRows(NamedTuple):
 
 
 class ScaledRows(NamedTuple):
-    """The products of scaled rows, and the way back to the data's columns."""
+    """Groupings and columns of scaled rows, and the way back to the data's columns."""
 
-    products: Products
+    groupings: list  # Grouping, in the order of the equations
+    columns: np.ndarray  # (n, f), of the population
     is_dense: bool
     parameters: list  # Parameters of every grouping, in the order of the equations
     layout: Layout
-    offset: np.ndarray  # (p,), coefficients that were subtracted before
     centre: np.ndarray  # (p,), means of the columns next to a free intercept, otherwise 0
     free: np.ndarray  # (f,), columns with coefficients of the population that are estimated
     scale: np.ndarray  # (f,), factors of these columns
@@ -58,62 +54,54 @@ class ScaledRows(NamedTuple):
         return [self.layout.frames[k].back for k in np.argsort(self.layout.back)]
 
 
-def scale_rows(table, prior, noise, rows):
-    """ScaledRows of GroupedRows; `noise` is the noise variance if it is known."""
-    q, mean = table.n_random, prior.known_mean(table.n_random)
-    first = 0 if mean is None else q
+def scale_rows(table, prior, covariance, rows, keep_dependent=False, by_size=False):
+    """ScaledRows of GroupedRows; `covariance` (q, q) of the clients is None if it is unknown.
+
+    Columns of the population that depend on others are left out, unless they are to be kept. The
+    first grouping, which is eliminated, is that of the clients, or with `by_size` the largest.
+    """
+    first = 0 if prior.mean is None else table.n_random
     scale, centre = _scale_and_centre(table, first)
-    offset = _offset(table, mean, first)
-    frames, parameters = _frames(table, prior, noise, rows, scale, centre)
-    candidates = np.arange(first, table.n_columns)
+    frames, parameters = _frames(table, prior, covariance, rows, scale, centre)
+    p = rows.columns.shape[1]
+    candidates = np.arange(first, p)
     frame = _frame(candidates, scale, centre, table.intercept, True)
     columns = frame.columns(rows.columns)
-    kept = _independent(columns, rows.weights)
-    population = np.zeros((table.n_columns, len(kept)))
-    population[candidates] = frame.back[:, kept]
+    kept = np.arange(len(candidates))
+    if not keep_dependent:
+        kept = _independent(columns, rows.weights)
+    population = np.zeros((p, len(kept)))
+    population[candidates] = frame.back @ _spread_over(columns, kept, rows.weights)
     codes = [rows.codes, *(each.codes for each in rows.groupings)]
     sizes = [table.n_clients, *(len(each.levels) for each in rows.groupings)]
     groupings = [
         Grouping(code, frame.columns(rows.columns), size)
         for code, frame, size in zip(codes, frames, sizes, strict=True)
     ]
-    # Clients are eliminated, large groupings follow; names decide where numbers are equal, so that
-    # draws do not depend on the order in which groupings are given.
+    # Large groupings come first; names decide where numbers are equal, so that draws do not depend
+    # on the order in which groupings are given.
     names = ["", *(str(each.name) for each in rows.groupings)]
-    later = sorted(range(1, len(names)), key=lambda k: (-groupings[k].n_effects, names[k]))
-    order = np.array([0, *later])
-    dense = sum(each.n_effects for each in groupings[1:]) + len(kept) <= MOST_DENSE
-    ordered = [groupings[k] for k in order]
-    target = rows.target - rows.columns @ offset
+    order = sorted(range(len(names)), key=lambda k: (-groupings[k].n_effects, names[k]))
+    if not by_size:
+        order.sort(key=lambda k: k > 0)
     return ScaledRows(
-        products_of(ordered, columns[:, kept], target, rows.weights, dense),
-        dense,
+        [groupings[k] for k in order],
+        columns[:, kept],
+        sum(groupings[k].n_effects for k in order[1:]) + len(kept) <= MOST_DENSE,
         [parameters[k] for k in order],
-        Layout(np.argsort(order), frames, Frame(np.arange(table.n_columns), population)),
-        offset,
+        Layout(np.argsort(order), frames, Frame(np.arange(p), population)),
         centre,
         candidates[kept],
         scale[candidates[kept]],
     )
 
 
-def _offset(table, mean, first):
-    """Coefficients (p,) that are known, and an intercept that leaves targets of mean 0."""
-    offset = np.zeros(table.n_columns)
-    if mean is not None:
-        offset[:first] = mean
-    if table.intercept is not None and table.intercept >= first:
-        means = table.means()[0]
-        offset[table.intercept] = means[-1] - means[:-1] @ offset
-    return offset
-
-
-def _frames(table, prior, noise, rows, scale, centre):
+def _frames(table, prior, covariance, rows, scale, centre):
     """Frame and Parameters of every grouping, clients first."""
     q = table.n_random
     kinds = [(np.arange(q), prior, varying_columns(table, prior))]
     kinds += [(g.positions, g.prior, np.ones(len(g.positions), bool)) for g in rows.groupings]
-    known = [_client_covariance(table, prior, noise)]
+    known = [covariance]
     known += [each.prior.known_covariance(len(each.positions)) for each in rows.groupings]
     # Shapes hold for centred columns; sparse ones stay as they are, and roots turn to these.
     is_sparse = np.mean(rows.columns == 0, axis=0) > _SPARSE_SHARE
@@ -126,20 +114,6 @@ def _frames(table, prior, noise, rows, scale, centre):
         frames.append(frame)
         parameters.append(make_parameters(shape, covariance, shaped.back, turn))
     return frames, parameters
-
-
-def _client_covariance(table, prior, noise):
-    """Covariance (q, q) of the clients' coefficients if it is known or zero, otherwise None."""
-    q = table.n_random
-    covariance = prior.known_covariance(q)
-    if covariance is not None:
-        return covariance
-    if table.n_clients == 1:  # its deviation from the population is part of the population
-        return np.zeros((q, q))
-    check_noise_identified(table, noise, ", or a prior with a known covariance")
-    check_covariance_identified(table, prior)
-    # Columns that are constant within clients do not vary between them.
-    return None if varying_columns(table, prior).any() else np.zeros((q, q))
 
 
 def _scale_and_centre(table, first):
@@ -160,6 +134,23 @@ def _frame(positions, scale, centre, intercept, centered):
     at = np.flatnonzero(positions == (-1 if intercept is None else intercept))
     centre = centre[positions] if centered and len(at) else np.zeros(len(positions))
     return Frame(positions, ColumnScaling(scale, centre, at[0] if len(at) else None).back)
+
+
+def _spread_over(columns, kept, weights):
+    """Matrix (p, f) from coefficients of the columns that are kept to the shortest of all columns.
+
+    Both have the same predictors in the rows of the fit; rows elsewhere get no extreme ones.
+    """
+    p = columns.shape[1]
+    if len(kept) == p:
+        return np.eye(p)
+    if weights is not None:
+        columns = columns * np.sqrt(weights)[:, None]
+    combined = np.zeros((len(kept), p))
+    combined[:, kept] = np.eye(len(kept))
+    others = np.setdiff1d(np.arange(p), kept)
+    combined[:, others] = np.linalg.lstsq(columns[:, kept], columns[:, others])[0]
+    return np.linalg.pinv(combined)
 
 
 def _independent(columns, weights):

@@ -199,7 +199,7 @@ def test_random_signs_are_right_on_average():
 
 def _signs_of_seed(seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_equations, "_PROBE_SEED", seed)
+        patch.setattr(_equations, "PROBE_SEED", seed)
         return _equations.random_signs(12)
 
 

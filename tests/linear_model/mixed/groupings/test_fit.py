@@ -355,7 +355,7 @@ def large():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_traces_by_random_signs(large, seed, monkeypatch):
-    monkeypatch.setattr(_equations, "_PROBE_SEED", seed)
+    monkeypatch.setattr(_equations, "PROBE_SEED", seed)
     rows, y, exact = large
     model = PersonalizedLinearRegression(FULL, groupings=["item", "place", "kind"])
     model.fit(rows.drop(columns="person"), y, groups=rows["person"])

@@ -47,7 +47,11 @@ def check_distinct(names: Sequence[str]) -> None:
 
 
 def suits_grouping(n_levels: int, n_rows: int, max_levels: int = MAX_LEVELS) -> bool:
-    """Whether levels are too many for indicators, but few enough to have two rows on average."""
+    """Whether levels are too many for indicators, but few enough to have two rows on average.
+
+    Such a column of strings or categories is a grouping of models with `groupings`, and trees get
+    it as a category or as target means (``suits_category``). Others are encoded by indicators.
+    """
     return max_levels < n_levels <= n_rows / 2
 
 

@@ -421,7 +421,7 @@ def test_a_forecast_is_a_fit_to_rows_in_order(tables, computed, monkeypatch):
 @pytest.fixture
 def wordy(tables, monkeypatch):
     """The small task with words and gaps that tell of the target; one word only some rows have."""
-    X, y, groups, time = tables.TASKS["small"].read(None)
+    X, y, groups, time, _ = tables.TASKS["small"].read(None)
     words = pd.Series(np.where(y > 1, "high", "low")).astype("str")
     words[3], words[17], words[150:] = "rare", None, "late"
     X = X.assign(a=X["a"].mask(X["b"] > 1.5), **{"a: words, [few]": words})
@@ -452,6 +452,34 @@ def test_models_take_words_and_gaps(method, has_classes, wordy, computed):
     assert np.isfinite(computed(method, "whole", 0)["loss"])
 
 
+_SLOW = ("trees, target", "MixedLM", "GPBoost mixed", "GPBoost boosting", "merf")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("default", "pooled", "hgb", "hgb_client"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW),
+    ],
+)
+def test_models_learn_effects_of_a_second_id(method, tables, computed, monkeypatch):
+    """Of regions, which hold whole clients for a mixed model that does not take crossed ones."""
+    import table_models
+    import table_peers
+
+    pytest.importorskip(table_peers.PACKAGES.get(method, "sklearn"))
+    monkeypatch.setattr(table_models, "MOST_CATEGORIES", 2)  # the others as encoded targets
+    task = tables.TASKS["small"].read(None)
+    is_nested = method == "MixedLM"
+    region = pd.factorize(task.groups)[0] % 4 if is_nested else np.arange(200) % 4
+    names = pd.Series(np.array(["north", "east", "south", "west"])[region])
+    task = task._replace(y=task.y + 10 * region, second=names)
+    tables.TASKS["small"] = tables.Task(lambda home: task, False)
+    kind = "whole" if is_nested else "inside"
+    found, least = (computed(name, kind, 0) for name in (method, "mean"))
+    assert found["loss"] < least["loss"] / 4
+
+
 def test_a_package_that_is_missing_is_no_result(tables, computed, monkeypatch):
     import table_peers
 
@@ -465,7 +493,9 @@ def test_columns_of_more_tables(tables):
     table = pd.DataFrame(
         {"id": [7, 7, 8], "n": [1, 2, 3], "word": ["a", None, "b"], "y": [0, 1, 1]}
     )
-    X, y, groups, time = tables.more_tables._task(table, table["y"] == 1, "id", ["y"], table["n"])
+    X, y, groups, time, _ = tables.more_tables._task(
+        table, table["y"] == 1, "id", ["y"], table["n"]
+    )
     assert X.dtypes.astype(str).to_dict() == {"n": "float64", "word": "str"}
     assert X["word"].isna().tolist() == [False, True, False]
     assert (y.tolist(), groups.tolist(), time.tolist()) == ([0, 1, 1], [7, 7, 8], [1, 2, 3])
@@ -572,7 +602,7 @@ def test_where_another_is_better_the_page_says_why(tables_page):
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")  # of gaps
 def test_errors_of_a_stack_are_those_of_cross_val_score(tables, data_home):
     """In the lines that the page prints; other kernels round, and so choose, a little otherwise."""
-    X, y, client, _ = tables.TASKS["heart"].read(data_home)
+    X, y, client = tables.TASKS["heart"].read(data_home)[:3]
     stack = PersonalizedStackingClassifier(unseen="population", random_state=0)
     model = ClientColumn(stack, column="client")
     splitter = ClientShuffleSplit(5, test_size=0.2, client_column="client", random_state=0)

@@ -155,7 +155,9 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
             _declare_category(fitted, table.X)
         else:
             rng = check_random_state(self.random_state)
-            rows, columns, unseen = _target_means(clients, table.y, has_classes, rng)
+            rows, columns, unseen = target_means(
+                clients.codes, len(clients.ids), table.y, has_classes, rng
+            )
         fitted.fit(_with_client_columns(fitted, encoding, table.X, rows), table.y, **weights)
         attributes = {
             **client_attributes(self, X, clients, groups),
@@ -170,18 +172,11 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
 
     def _encoding_for(self, estimator, sizes):
         """Encoding for this estimator and clients with these numbers of rows (m,)."""
-        params = estimator.get_params(deep=False)
-        library, takes_categories = library_of(estimator), "categorical_features" in params
-        # In other packages a parameter of this name may mean something else: only on request.
-        is_sklearn = takes_categories and type(estimator).__module__.startswith("sklearn.")
-        # scikit-learn gives each category a bin of its own.
-        most = params["max_bins"] if is_sklearn else math.inf
         if self.encoding == "auto":
-            n_split = sizes[sizes >= _FEWEST_ROWS_OF_CATEGORY].sum()
-            is_known = is_sklearn or library is not None
-            suits = is_known and len(sizes) <= most and 2 * n_split >= sizes.sum()
-            return "category" if suits else "target"
-        if self.encoding == "category" and not (takes_categories or library is not None):
+            return "category" if suits_category(estimator, sizes) else "target"
+        most = _most_categories(estimator)
+        declares = "categorical_features" in estimator.get_params(deep=False)
+        if self.encoding == "category" and not (declares or library_of(estimator) is not None):
             raise ValueError(
                 f"encoding='category' needs LightGBM, CatBoost or an estimator with a parameter "
                 f"categorical_features; {type(estimator).__name__} has none. Take "
@@ -265,6 +260,36 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         return tags
 
 
+def suits_category(estimator, sizes):
+    """Whether an estimator can use levels with these numbers of rows (m,) as categories."""
+    n_split = sizes[sizes >= _FEWEST_ROWS_OF_CATEGORY].sum()
+    is_known = _is_sklearn_boosting(estimator) or library_of(estimator) is not None
+    return is_known and len(sizes) <= _most_categories(estimator) and 2 * n_split >= sizes.sum()
+
+
+def _most_categories(estimator):
+    """Largest number of categories: scikit-learn gives each a bin of its own."""
+    params = estimator.get_params(deep=False)
+    return params["max_bins"] if _is_sklearn_boosting(estimator) else math.inf
+
+
+def _is_sklearn_boosting(estimator):
+    # In other packages a parameter of this name may mean something else: only on request.
+    is_sklearn = type(estimator).__module__.startswith("sklearn.")
+    return is_sklearn and "categorical_features" in estimator.get_params(deep=False)
+
+
+def takes_categories(estimator):
+    """Whether an estimator is boosting whose categories are those of the columns' types."""
+    if not hasattr(estimator, "get_params"):
+        return False
+    params = estimator.get_params(deep=False)
+    if library_of(estimator) == "catboost":  # unless the user names the categories
+        return params.get("cat_features") is None
+    from_dtype = _is_sklearn_boosting(estimator) and isinstance(params["categorical_features"], str)
+    return from_dtype or library_of(estimator) == "lightgbm"
+
+
 def _client_positions(clients):
     """Positions of the clients: by row (n, 1), by client (m, 1), and for an unseen one (1,)."""
     columns = np.arange(len(clients.ids), dtype=float)[:, None]
@@ -272,8 +297,11 @@ def _client_positions(clients):
     return columns[clients.codes], columns, np.full(1, np.nan)
 
 
-def _target_means(clients, y, has_classes, rng):
-    """Shrunken mean targets, or shares of classes: by row, by client, and for an unseen client."""
+def target_means(codes, n_levels, y, has_classes, rng):
+    """Shrunken mean targets, or shares of classes: by row, by level, and for an unseen level.
+
+    Levels, such as clients, have the codes 0, 1, ..., `n_levels` - 1.
+    """
     encoder = TargetEncoder(
         target_type="auto" if has_classes else "continuous",  # counts are not classes
         # Five folds are TargetEncoder's default; a fold needs a row.
@@ -281,9 +309,9 @@ def _target_means(clients, y, has_classes, rng):
     )
     with config_context(enable_metadata_routing=False):  # else it demands groups of its own
         # From other folds: a mean that includes a row's own target would leak it.
-        rows = encoder.fit_transform(clients.codes[:, None], y)
-    columns = encoder.transform(np.arange(len(clients.ids))[:, None])
-    # Full shrinkage: what a client without rows gets.
+        rows = encoder.fit_transform(codes[:, None], y)
+    columns = encoder.transform(np.arange(n_levels)[:, None])
+    # Full shrinkage: what a level without rows gets.
     return rows, columns, np.ravel(encoder.target_mean_)
 
 

@@ -26,6 +26,7 @@ from pfl_sklearn._unwrap import (
 )
 from pfl_sklearn.compose._client_rows import as_groups
 from pfl_sklearn.linear_model import NotEstimableWarning
+from pfl_sklearn.linear_model._grouping_columns import same_partition
 from pfl_sklearn.privacy import PrivacyReport
 
 # Lower bound of probabilities in losses and log odds: a leaf of one class says 0, and a single row
@@ -52,6 +53,15 @@ class InnerEstimator(NamedTuple):
     def title(self) -> str:
         """Name and class of the estimator, for error messages."""
         return f"{self.name!r} ({type(self.estimator).__name__})"
+
+
+class SettledGroupings(tuple[str, ...]):
+    """Names of columns that group the rows of a table, in fits to parts of them as well.
+
+    Columns that cannot group the rows of such a part have no effects there, without an error.
+    """
+
+    __slots__ = ()
 
 
 def seeded_clones(pairs, classes, seeds, weighted, private=False):
@@ -92,7 +102,7 @@ def _is_private(prefix, params):
     return epsilon != math.inf or params.get(f"{path}noise_multiplier") is not None
 
 
-def _adds_noise(estimator):
+def adds_noise(estimator):
     """Whether an estimator, or one inside it, is private by its parameters."""
     params = (estimator.estimator if is_frozen(estimator) else estimator).get_params()
     return any(_is_private(name.rpartition("__")[0], params) for name in params)
@@ -100,13 +110,13 @@ def _adds_noise(estimator):
 
 def may_be_private(estimator):
     """Whether a candidate may be protected: it is not fitted here, or it adds noise."""
-    return is_frozen(estimator) or _adds_noise(estimator)
+    return is_frozen(estimator) or adds_noise(estimator)
 
 
 def unprotected_report(estimator, inner, n_clients):
     """Report of a fit without noise around `inner` estimators, whose own promises it breaks."""
     reason = f"{type(estimator).__name__} has no private fit"
-    if any(map(_adds_noise, inner)):
+    if any(map(adds_noise, inner)):
         reason += ", whatever the estimators inside it promise alone"
     fitted = (*estimator._population_attributes, *estimator._client_attributes)
     public = [name for name in fitted if not name.startswith("_")]
@@ -176,11 +186,34 @@ def fit_inner(named, table):
         if takes_groups(named.estimator, "fit"):
             metadata["groups"] = as_groups(table.ids)
         X = with_accepted_names(named.estimator, table.X)
+        groupings = getattr(named.estimator, "groupings", None)
+        if isinstance(groupings, SettledGroupings):
+            X = _without_useless_levels(X, groupings)
         with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Grouping column .* because it has no level")
             # Collinear columns are no mistake of the user here: encoders mark missing values of two
             # columns by the same indicator, and predictions may agree.
             warnings.simplefilter("ignore", NotEstimableWarning)
             return clone(named.estimator).fit(X, table.y, **metadata)
+
+
+def _without_useless_levels(X, names):
+    """A frame without the values in those of these columns that cannot group its rows.
+
+    Each row may have a level of its own, or levels may be those of a column before.
+    """
+    frame = nw.from_native(X, eager_only=True)
+    before: list[Any] = []
+    useless = []
+    for name in names:
+        codes = pd.factorize(np.asarray(frame[name].to_list(), dtype=object))[0]
+        if codes.max() + 1 == np.sum(codes >= 0) or any(
+            same_partition(codes, other) for other in before
+        ):
+            useless.append(nw.lit(None, dtype=nw.String).alias(name))
+        else:
+            before.append(codes)
+    return frame.with_columns(useless).to_native() if useless else X
 
 
 def predict_inner(named, X, ids):

@@ -37,6 +37,7 @@ from pfl_sklearn.compose._inner_estimators import (
     with_kind_of,
     without_clients,
 )
+from pfl_sklearn.compose._many_levels import many_level_columns, with_levels
 from pfl_sklearn.compose._named_estimators import (
     NamedEstimators,
     OutputsMixin,
@@ -76,7 +77,9 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     estimators : list of (str, estimator)
         Candidates by name, all regressors or all classifiers; client-aware ones get the client ids.
         A candidate in a :class:`~sklearn.frozen.FrozenEstimator` is not fitted again; give rows
-        that it has not seen, or its errors look too small.
+        that it has not seen, or its errors look too small. Models with ``groupings="auto"`` and
+        boosted trees take columns of a data frame with more than 30 levels as in
+        :class:`~pfl_sklearn.compose.PersonalizedStackingRegressor`.
     how : {"weights", "best"}, default="weights"
         "weights": predictions (for classes, probabilities) are averaged with the client's own
         weights. "best": each client has one candidate.
@@ -216,6 +219,9 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             check_responses(self, table)
         check_frozen_clients(pairs, groups)
         classes = classes_of(self, table.y, pairs)
+        if not private:  # which columns have many levels depends on the rows
+            levels = many_level_columns(table.X)
+            pairs = [(name, with_levels(each, levels, classes)) for name, each in pairs]
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(pairs) + 2)
         named = seeded_clones(pairs, classes, seeds[2:], table.weights is not None, private)
         folds = self._folds(table, prior, classes, int(seeds[0]))

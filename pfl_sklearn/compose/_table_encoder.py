@@ -98,9 +98,9 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
       whose levels are rare. Repeated names get an underscore.
     - A data frame gives a frame of the same library, an array gives an array, unless ``set_output``
       says otherwise. With a column that is passed on, the array holds objects.
-    - A model behind ``many_levels="pass"`` needs the columns as `groupings`, such as
-      :class:`~pfl_sklearn.PersonalizedLinearRegression`, which finds those with more than 30 levels
-      in a data frame itself (``groupings="auto"``). Other models refuse the strings.
+    - A model behind ``many_levels="pass"`` needs the columns as `groupings`, as the personalized
+      linear, logistic (two classes) and Poisson regressions do, which find those with more than 30
+      levels in a data frame themselves (``groupings="auto"``). Other models refuse the strings.
     - With both `levels` and `medians`, which must not come from the data, a private model behind
       the encoder keeps its promise; see :func:`~pfl_sklearn.privacy.privacy_of`. Missing values
       without a given median stay missing. No row's encoding depends on another row: levels match
@@ -323,6 +323,16 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
             for end in plan.suffixes
         ]
         return np.array(distinct_names(outputs), dtype=object)
+
+    @property
+    def _passed_names(self):
+        """Names of the columns of the output that are passed on as they are."""
+        ends = [plan.kind == PASSED for plan in self._plans.values() for _ in plan.suffixes]
+        return [
+            name
+            for name, is_passed in zip(self.get_feature_names_out(), ends, strict=True)
+            if is_passed
+        ]
 
     @property
     def _is_specified(self):

@@ -8,6 +8,7 @@ import pandas as pd
 import polars as pl
 import pytest
 from sklearn.base import clone, is_regressor
+from sklearn.metrics import r2_score
 from sklearn.utils import estimator_html_repr
 
 from pfl_sklearn import PersonalizedLogisticRegression
@@ -16,6 +17,7 @@ from pfl_sklearn.compose import (
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
 )
+from pfl_sklearn.compose._many_levels import with_levels
 
 LIBRARIES = ["lightgbm", "catboost"]
 
@@ -99,6 +101,25 @@ def test_words_and_gaps_of_the_table(library):
     y = y + (words == "south")
     model = stack("Regressor", library).fit(X, y, groups=groups)
     assert model.losses_.loc[f"{library}_client", "known"] < 0.5 * np.var(y)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("with_client", [False, True])
+@pytest.mark.parametrize("n_rows", [12, 6])
+def test_columns_of_many_levels(library, with_client, n_rows):
+    rng = np.random.default_rng(0)
+    level = rng.permutation(np.tile(np.arange(40), n_rows))
+    y = rng.normal(size=40)[level] + 0.1 * rng.normal(size=len(level))
+    X = pd.DataFrame({"a [m]": rng.normal(size=len(level)), "item": [f"{k}" for k in level]})
+    X.loc[:3, "item"] = None
+    groups = rng.integers(0, 3, len(y))
+    estimator = trees(library, min_child_samples=5) if library == "lightgbm" else trees(library)
+    estimator = ClientAsFeature(estimator) if with_client else estimator
+    model = with_levels(estimator, ["item"]).set_params(random_state=0).fit(X, y, groups=groups)
+    assert (model._features[0].means is None) == (n_rows == 12)  # a category, or a target
+    assert r2_score(y, model.predict(X, groups=groups)) > 0.3
+    rows = X[:2].assign(item=["never seen", None])
+    assert np.isfinite(model.predict(rows, groups=groups[:2])).all()
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -24,7 +24,7 @@ from pfl_sklearn import (
     PPSGDClassifier,
     privacy_of,
 )
-from pfl_sklearn.compose import PersonalizedStackingRegressor, TableEncoder
+from pfl_sklearn.compose import TableEncoder
 from pfl_sklearn.priors import GaussianPrior
 
 RANDOM = ["intercept", "experience"]
@@ -324,7 +324,7 @@ def test_searches_compare_merging_and_passing():
 
 @pytest.mark.parametrize(
     "model",
-    [PersonalizedLinearRegression(groupings=None), PersonalizedLogisticRegression()],
+    [PersonalizedLinearRegression(groupings=None), PersonalizedLogisticRegression(groupings=None)],
     ids=repr,
 )
 def test_a_model_without_groupings_refuses_passed_columns(model):
@@ -332,15 +332,6 @@ def test_a_model_without_groupings_refuses_passed_columns(model):
     model = ClientColumn(make_pipeline(clone(PASS), model), column="county")
     with pytest.raises(ValueError, match="column 'state' of X holds strings, not numbers"):
         model.fit(table, y > 0)
-
-
-def test_a_stack_warns_of_merged_levels_and_refuses_passed_columns():
-    table, y = states()
-    X, groups = table.drop(columns="county"), table["county"]
-    with pytest.raises(UserWarning, match=r"TableEncoder merges .*'state'"):
-        PersonalizedStackingRegressor().fit(X, y, groups=groups)
-    with pytest.raises(ValueError, match=r"^column 'state' of X holds strings, not numbers"):
-        PersonalizedStackingRegressor(passthrough=clone(PASS)).fit(X, y, groups=groups)
 
 
 # Before the models --------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from pfl_sklearn.compose._inner_estimators import (
     seeded_clones,
     unprotected_report,
 )
+from pfl_sklearn.compose._many_levels import many_level_columns, takes_groupings, with_levels
 from pfl_sklearn.compose._named_estimators import (
     NamedEstimators,
     check_frozen_clients,
@@ -79,6 +80,7 @@ from pfl_sklearn.compose._stack.final_rows import (
     fit_passthrough,
     join_predictions,
     passed_columns,
+    passed_levels,
 )
 from pfl_sklearn.compose._stack.recent import with_recent
 
@@ -94,9 +96,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         boosting without the clients ("hgb"), with the client as a feature ("hgb_client", see
         :class:`~pfl_sklearn.compose.ClientAsFeature`) and, for responses, of the residuals of a
         personalized line ("hgb_residual"), on the table that a
-        :class:`~pfl_sklearn.compose.TableEncoder` makes. "lightgbm" and "catboost" are the same
-        with boosting of these libraries. Parameters inside are ``hgb__max_depth``,
-        ``hgb_client__estimator__max_depth`` and so on.
+        :class:`~pfl_sklearn.compose.TableEncoder` makes; see Notes for columns with more than 30
+        levels. "lightgbm" and "catboost" are the same with boosting of these libraries. Parameters
+        inside are ``hgb__max_depth``, ``hgb_client__estimator__max_depth`` and so on.
     final_estimator : estimator, default=None
         Personalized model of the base estimators' predictions and of columns of `X`; None:
         :class:`~pfl_sklearn.PersonalizedLinearRegression`, or for classes
@@ -110,8 +112,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     passthrough : bool or transformer, default=True
         Columns that the final estimator gets with the predictions. True: all, by a
         :class:`~pfl_sklearn.compose.TableEncoder`, with a warning for columns that it leaves out
-        and for levels that it merges (``TableEncoder(max_levels=60)`` keeps more). A transformer is
-        fitted to all rows of `X`, without y, and must return numbers.
+        and for levels that it merges; see Notes. A transformer is fitted to all rows of `X`,
+        without y, and must return numbers, apart from columns that
+        ``TableEncoder(many_levels="pass")`` hands on.
     fallback : bool, default=True
         Let parts of the stack predict, alone or averaged; see Notes. False: always the whole stack.
     unseen : {"warn", "population", "error"}, default="warn"
@@ -166,6 +169,14 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     folds, where rows to predict follow the client's last row. For new clients, averages and the
     choice between line and mean need ten clients, and the stack needs three; of the default base
     estimators, new clients get only the first.
+
+    Columns of strings or categories with more than 30 levels, and at most half as many levels as
+    rows, are groupings of personalized models with ``groupings="auto"``, whether these are given or
+    default ones. Boosted trees of scikit-learn, LightGBM and CatBoost get them as categories or as
+    target means, like the client in :class:`~pfl_sklearn.compose.ClientAsFeature`; trees of
+    residuals get no target means. Levels that ``fit`` did not see, and missing ones, are no errors.
+    The pooled model, and a final estimator without groupings, get the 30 most frequent levels and
+    "other". Ids that are integers stay numbers; make strings of them.
 
     With k folds each base estimator is fitted 2 k to k (k + 1) times on parts of the rows (with
     ``fallback=False`` 2 k times), and once to all rows if it predicts. Callbacks
@@ -253,10 +264,13 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         # Of the folds inside clients, of those of whole clients, and of each estimator.
         n_seeds = 2 + len(personal) + len(bases)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=n_seeds)
-        weighted = table.weights is not None
-        inner = seeded_clones([*personal, *bases], classes, seeds[2:], weighted)
+        encoder, passthrough = self._fitted_transformers(table.X, classes)
+        levels = many_level_columns(table.X) if encoder is None else passed_levels(encoder)
+        passed = passed_levels(passthrough)
+        pairs = [(name, with_levels(part, passed, classes)) for name, part in personal]
+        pairs += [(name, with_levels(base, levels, classes)) for name, base in bases]
+        inner = seeded_clones(pairs, classes, seeds[2:], table.weights is not None)
         personal, named = inner[: len(personal)], inner[len(personal) :]
-        encoder, passthrough = self._fitted_transformers(table.X)
         columns = table._replace(X=passed_columns(passthrough, table.X))
         check_names(named, columns.X)
         folds = self._folds(table, classes, int(seeds[0]))
@@ -306,7 +320,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         check_parameters(last, f"{FINAL} is given")
         return classes
 
-    def _fitted_transformers(self, X):
+    def _fitted_transformers(self, X, classes):
         """Encoder of the table for default base estimators, or None, and the passthrough."""
         with warnings.catch_warnings():
             if self.passthrough is not True:
@@ -318,9 +332,14 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
                 raise ValueError("X has no columns; expected at least one feature.")
             reasons = "; ".join(f"{name!r} ({why})" for name, why in encoder.dropped_.items())
             raise ValueError(f"X has no column that the default estimators can use: {reasons}.")
-        if self.passthrough is True and encoder is not None:
+        takes_levels = takes_groupings(self._requested_final(), classes)
+        if self.passthrough is not True or encoder is None:
+            return encoder, fit_passthrough(self.passthrough, X, takes_levels)
+        if takes_levels or not passed_levels(encoder):
             return encoder, encoder
-        return encoder, fit_passthrough(self.passthrough, X)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "TableEncoder leaves out")  # it did before
+            return encoder, fit_passthrough(True, X, takes_levels)
 
     def _for_new(self, named):
         """Base estimators for new clients: of the default ones, only that without clients."""

@@ -8,11 +8,13 @@ import numpy as np
 import pandas as pd
 from sklearn import config_context
 from sklearn.base import clone
+from sklearn.compose import make_column_transformer
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
+from pfl_sklearn._columns import MAX_LEVELS
 from pfl_sklearn._parallel import BatchMapper
 from pfl_sklearn._typing import Integers
 from pfl_sklearn._unwrap import is_package_class
@@ -82,18 +84,27 @@ class Chosen(NamedTuple):
     final_fits: Mapping[str, tuple[InnerEstimator, TableRows] | None]  # None: a base estimator
 
 
-def _plain_models(classes, n_columns):
+def _plain_models(classes, columns):
     """Models of columns of `X` without clients: a line, if there are columns, and the mean."""
     plain = DummyRegressor() if classes is None else DummyClassifier(strategy="prior")
     mean = InnerEstimator(MEAN, plain, classes)
-    if not n_columns:
+    if not columns.shape[1]:
         return [mean]
     linear = Ridge() if classes is None else LogisticRegression()
     with config_context(enable_metadata_routing=True):
         # A penalty on coefficients depends on the scale of the columns.
         scaler = StandardScaler().set_fit_request(sample_weight=True)
         linear.set_fit_request(sample_weight=True)
-    return [InnerEstimator(POOLED, make_pipeline(scaler, linear), classes), mean]
+    steps = [scaler, linear]
+    if levels := list(columns.select_dtypes("category")):  # a line has no groupings
+        one_hot = OneHotEncoder(
+            min_frequency=10,
+            max_categories=MAX_LEVELS + 1,
+            handle_unknown="infrequent_if_exist",
+            sparse_output=False,
+        )
+        steps = [make_column_transformer((one_hot, levels), remainder="passthrough"), *steps]
+    return [InnerEstimator(POOLED, make_pipeline(*steps), classes), mean]
 
 
 def stack_for_new_clients(stack, seed):
@@ -159,9 +170,9 @@ def choose(stack, fallback):
 
 def _parts_without_bases(stack):
     """Estimators on columns of `X` alone: simple ones without clients, and personalized ones."""
-    n_columns = stack.columns.X.shape[1]
-    plain = _plain_models(stack.classes, n_columns)
-    return [*plain, *(stack.personal if n_columns else ())]
+    columns = stack.columns.X
+    plain = _plain_models(stack.classes, columns)
+    return [*plain, *(stack.personal if columns.shape[1] else ())]
 
 
 def _without_integration(named, n_rows):

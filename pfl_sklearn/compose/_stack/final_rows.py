@@ -24,15 +24,17 @@ class NoColumns:
         return []
 
 
-def fit_passthrough(passthrough, X):
+def fit_passthrough(passthrough, X, takes_levels=True):
     """Fitted transformer for `passthrough`, a bool or a transformer.
 
-    Raises ValueError if the transformer needs y, because y of tested rows would leak.
+    Columns of many levels are passed on if estimators behind it take them (`takes_levels`). Raises
+    ValueError if the transformer needs y, because y of tested rows would leak.
     """
     if passthrough is False:
         return NoColumns()
     if passthrough is True:
-        return TableEncoder(unsupported="drop").fit(X)
+        many_levels = "pass" if takes_levels else "merge"
+        return _for_frames(TableEncoder(unsupported="drop", many_levels=many_levels).fit(X))
     transformer = clone(passthrough)
     try:
         # Once for all folds: without y, nothing about a test row's response can leak.
@@ -43,15 +45,37 @@ def fit_passthrough(passthrough, X):
             f"{str(error).rstrip('.')}. "
             "Put a transformer that needs y inside an estimator, as a step of its pipeline."
         ) from error
+    if levels := passed_levels(transformer):
+        if not takes_levels:
+            raise ValueError(
+                f"passthrough={passthrough!r} hands on column {levels[0]!r} as it is, but the "
+                "final estimator has no groupings='auto'; set many_levels='merge'."
+            )
+        return _for_frames(transformer)
     with name_bad_columns(output):
         _dense(output)
     return transformer
 
 
+def passed_levels(transformer):
+    """Names of the columns of many levels that a fitted transformer passes on as they are."""
+    return getattr(transformer, "_passed_names", [])
+
+
+def _for_frames(encoder):
+    """A fitted encoder that returns frames of pandas if it passes on columns of many levels."""
+    return encoder.set_output(transform="pandas") if passed_levels(encoder) else encoder
+
+
 def passed_columns(passthrough, X):
-    """Frame of the finite columns that a fitted passthrough makes of rows, or ValueError."""
-    values = _dense(passthrough.transform(X))
+    """Frame of the columns that a fitted passthrough makes of rows: finite ones, then categories.
+
+    Raises ValueError for numbers that are not finite.
+    """
+    output, levels = passthrough.transform(X), passed_levels(passthrough)
+    values = _dense(output.drop(columns=levels) if levels else output)
     names = _output_names(passthrough, values.shape[1])
+    names = [name for name in names if name not in levels]
     bad = ~np.isfinite(values).all(axis=0)
     if bad.any():
         name = names[int(np.flatnonzero(bad)[0])]
@@ -60,7 +84,9 @@ def passed_columns(passthrough, X):
             "complete columns, and the column was complete in fit. Fill its values, or give a "
             "passthrough that does (a transformer, such as a SimpleImputer)."
         )
-    return pd.DataFrame(values, columns=names)
+    frame = pd.DataFrame(values, columns=names)
+    # Categories declare labels, also where strings read as numbers or dates.
+    return frame.assign(**{name: pd.Categorical(output[name]) for name in levels})
 
 
 def _float_columns(X, names):

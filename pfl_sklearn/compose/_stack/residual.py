@@ -28,6 +28,8 @@ from pfl_sklearn.compose._inner_estimators import (
 )
 
 _SMALLEST_SHARE = 1e-6  # lower bound of 1 - leverage, which rounding errors may make 0
+# The same with groupings: of thousands of levels, variances are those of some hundred draws.
+_SMALLEST_SHARE_OF_DRAWS = 0.1
 
 
 @with_parameters
@@ -74,7 +76,9 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
             mean = InnerEstimator("estimator", DummyRegressor(), None)
             return fit_inner(mean, table), table.y - np.average(table.y, weights=table.weights)
         line = fit_inner(InnerEstimator("estimator", self.estimator, None), table)
-        if np.isnan(line.log_likelihood_):  # variances are posterior means, which give no leverages
+        has_levels = bool(getattr(line, "groupings_", ()))  # whose variances maximize a likelihood
+        # Otherwise variances may be posterior means, which give no leverages.
+        if not has_levels and np.isnan(line.log_likelihood_):
             intercept = clone(self.estimator).set_params(random="intercept")
             line = fit_inner(InnerEstimator("estimator", intercept, None), table)
         return line, _left_out_residuals(line, table)
@@ -103,4 +107,6 @@ def _left_out_residuals(fitted, table):
     # With no more rows than coefficients every row is fitted exactly.
     exact = not fitted.noise_variance_ > 0
     leverages = 1.0 if exact else row_weights * std**2 / fitted.noise_variance_
-    return (table.y - mean) / np.maximum(1 - leverages, _SMALLEST_SHARE)
+    has_levels = bool(getattr(fitted, "groupings_", ()))
+    smallest = _SMALLEST_SHARE_OF_DRAWS if has_levels else _SMALLEST_SHARE
+    return (table.y - mean) / np.maximum(1 - leverages, smallest)

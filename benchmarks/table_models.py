@@ -5,10 +5,12 @@ probability of the second class. Clients that a model did not see have id -1.
 """
 
 import numpy as np
+from sklearn.compose import make_column_transformer
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
 from table_peers import (
     BOOSTING,
     MERF,
@@ -23,6 +25,8 @@ from table_peers import (
     OneHot,
     as_categories,
     as_numbers,
+    further_ids,
+    target_encoder,
 )
 
 from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
@@ -35,6 +39,7 @@ from pfl_sklearn.compose import (
 )
 
 SMALLEST = 1e-6  # probability in a loss
+MOST_CATEGORIES = 255  # that scikit-learn's boosted trees take
 
 
 def losses(found, y, has_classes):
@@ -63,27 +68,35 @@ class Ours:
         return self.estimator.predict_proba(X, groups=groups)[:, 1]
 
 
-def random_intercept(has_classes):
-    kind = PersonalizedLogisticRegression if has_classes else PersonalizedLinearRegression
-    return Ours(kind(random="intercept", unseen="population"), has_classes)
-
-
 class Encoded(Ours):
-    """An estimator of this package behind a TableEncoder, which leaves numbers as they are."""
+    """An estimator of this package behind a TableEncoder, which leaves numbers as they are.
 
-    def __init__(self, estimator, has_classes):
-        model = make_pipeline(TableEncoder(), estimator)
-        super().__init__(ClientColumn(model, column="client"), has_classes)
+    Further ids of the rows are its groupings.
+    """
 
     def fit(self, X, y, groups):
-        self.estimator.fit(X.assign(client=groups), y)
+        encoder, ids = TableEncoder(), further_ids(X)
+        if ids:
+            self.estimator.set_params(groupings=ids)
+            encoder = make_column_transformer(
+                (encoder, X.columns.drop(ids)),
+                ("passthrough", ids),
+                verbose_feature_names_out=False,
+            ).set_output(transform="pandas")
+        model = make_pipeline(encoder, self.estimator)
+        self.model = ClientColumn(model, column="client").fit(X.assign(client=groups), y)
         return self
 
     def outputs(self, X, groups):
         rows = X.assign(client=groups)
         if not self.has_classes:
-            return self.estimator.predict(rows)
-        return self.estimator.predict_proba(rows)[:, 1]
+            return self.model.predict(rows)
+        return self.model.predict_proba(rows)[:, 1]
+
+
+def random_intercept(has_classes):
+    kind = PersonalizedLogisticRegression if has_classes else PersonalizedLinearRegression
+    return Encoded(kind(random="intercept", unseen="population"), has_classes)
 
 
 def default(has_classes):
@@ -96,40 +109,59 @@ def stacking(has_classes, cv=5):
     return Ours(kind(cv=cv, unseen="population", random_state=0), has_classes)
 
 
-class Trees:
-    """scikit-learn's boosted trees, with the client as a category or its encoded target."""
+class TreesWithClient(Ours):
+    """scikit-learn's boosted trees with the client as a feature, and strings as categories."""
+
+    def fit(self, X, y, groups):
+        self.columns = as_tree_columns()
+        return super().fit(self.columns.fit_transform(as_categories(X), y), y, groups)
+
+    def outputs(self, X, groups):
+        return super().outputs(self.columns.transform(as_categories(X)), groups)
+
+
+class Trees(TreesWithClient):
+    """Tuned ones, with the client as a category or its encoded target."""
 
     grid = BOOSTING
 
     def __init__(self, encoding, has_classes, **params):
         kind = HistGradientBoostingClassifier if has_classes else HistGradientBoostingRegressor
         boosting = kind(max_iter=ROUNDS, early_stopping=True, random_state=0, **params)
-        self.model = ClientAsFeature(boosting, encoding, unseen="population", random_state=0)
-        self.has_classes, self.encoding = has_classes, encoding
+        model = ClientAsFeature(boosting, encoding, unseen="population", random_state=0)
+        super().__init__(model, has_classes)
+        self.encoding = encoding
 
     def fit(self, X, y, groups):
-        if self.encoding == "category" and len(np.unique(groups)) > 255:
-            raise NotPossibleError("more than 255 clients")
-        self.model.fit(as_categories(X), y, groups=groups)
-        return self
+        if self.encoding == "category" and len(np.unique(groups)) > MOST_CATEGORIES:
+            raise NotPossibleError(f"more than {MOST_CATEGORIES} clients")
+        return super().fit(X, y, groups)
 
-    def outputs(self, X, groups):
-        if not self.has_classes:
-            return self.model.predict(as_categories(X), groups=groups)
-        return self.model.predict_proba(as_categories(X), groups=groups)[:, 1]
+
+def as_tree_columns():
+    """Transformer of categories to targets, where there are more than the trees take."""
+
+    def many(X):
+        counts = X.select_dtypes("category").nunique()
+        return list(counts.index[counts > MOST_CATEGORIES])
+
+    return make_column_transformer(
+        (target_encoder(), many), remainder="passthrough", verbose_feature_names_out=False
+    ).set_output(transform="pandas")
 
 
 def trees_alone(has_classes):
     """scikit-learn's boosted trees without the client, at default parameters."""
     kind = HistGradientBoostingClassifier if has_classes else HistGradientBoostingRegressor
-    return NoClients(kind(random_state=0), has_classes)
+    columns = FunctionTransformer(as_categories), as_tree_columns()
+    return NoClients(make_pipeline(*columns, kind(random_state=0)), has_classes)
 
 
 def trees_with_client(has_classes):
     """scikit-learn's boosted trees with the client as a feature, at default parameters."""
     kind = HistGradientBoostingClassifier if has_classes else HistGradientBoostingRegressor
     model = ClientAsFeature(kind(random_state=0), unseen="population", random_state=0)
-    return Ours(model, has_classes)
+    return TreesWithClient(model, has_classes)
 
 
 def pooled(has_classes):

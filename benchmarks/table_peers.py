@@ -1,7 +1,9 @@
 """What a user would take instead of this package: models of others, as tables.py compares them.
 
-Words and gaps of a table go to CatBoost and LightGBM as they are, and to the others by
-scikit-learn's one-hot columns and medians. The packages are imported when they are needed.
+Strings and missing values of a table go to CatBoost and LightGBM as they are, and to the others by
+scikit-learn's one-hot columns and medians. Further ids of the rows, such as the movie of a rating,
+get random effects where a package has several, and their encoded targets where columns are dense.
+The packages are imported when they are needed.
 """
 
 import importlib
@@ -13,7 +15,7 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from sklearn.preprocessing import OneHotEncoder, StandardScaler, TargetEncoder
 
 BOOSTING = [{"learning_rate": rate, "max_depth": depth} for rate in (0.03, 0.1) for depth in (3, 6)]
 _CAT_BOOSTING = [
@@ -23,6 +25,9 @@ ROUNDS = 500  # of boosting, at most
 _CAT_ROUNDS = 1000  # of CatBoost by default, and at most
 _STOP = 20  # of them without a gain
 _PENALTIES = [{"penalty": 10.0**k} for k in range(-2, 3)]
+SECOND_ID = "second id"  # column of a table
+_FEW_LEVELS = 10  # of a column that is no further id
+_MANY_LEVELS = 1000  # of further ids, for GPBoost
 
 
 class NotPossibleError(Exception):
@@ -50,22 +55,40 @@ def load(method):
             raise NotPossibleError(f"{method} needs {package}: pip install {package}") from error
 
 
+def further_ids(X):
+    """Names of the second id, if there is one, and of columns of strings with many levels."""
+    strings = X.select_dtypes(exclude="number")
+    return [name for name in strings if name == SECOND_ID or X[name].nunique() > _FEW_LEVELS]
+
+
+def target_encoder():
+    """Encoder of levels as shrunken mean targets, of other rows in the fit."""
+    return TargetEncoder(target_type="continuous", random_state=0)
+
+
 def as_numbers(scaled=False):
-    """Transformer of words to one-hot columns and of gaps to medians; numbers stay in order."""
+    """Transformer of strings to one-hot columns, and of missing values to medians.
+
+    Numbers stay in order. One-hot columns are sparse if scaled; else further ids become targets.
+    """
     number = make_column_selector(dtype_include="number")
-    word = make_column_selector(dtype_exclude="number")
+    string = make_column_selector(dtype_exclude="number")
     median = SimpleImputer(strategy="median", keep_empty_features=True)
     one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=scaled)
     if scaled:
         return make_column_transformer(
-            (make_pipeline(median, StandardScaler()), number), (one_hot, word)
+            (make_pipeline(median, StandardScaler()), number), (one_hot, string)
         )
-    columns = make_column_transformer((median, number), (one_hot, word))
+    columns = make_column_transformer(
+        (median, number),
+        (one_hot, lambda X: [name for name in string(X) if name not in further_ids(X)]),
+        (target_encoder(), further_ids),
+    )
     return columns.set_output(transform="pandas")
 
 
 def as_categories(X, client=None):
-    """A frame with words as categories, and the clients (n,) as one more if given."""
+    """A frame with strings as categories, and the clients (n,) as one more if given."""
     X = X if client is None else X.assign(client=client)
     words = [name for name, kind in X.dtypes.items() if not pd.api.types.is_numeric_dtype(kind)]
     return X.astype(dict.fromkeys(words, "category"))
@@ -93,7 +116,11 @@ class OneHot:
 
 
 class MixedLM:
-    """statsmodels' mixed model with a random intercept, fitted by REML."""
+    """statsmodels' mixed model with a random intercept, fitted by REML.
+
+    Levels of a second id that hold whole clients have one as well. Crossed ones would make all rows
+    one group, whose covariance is dense.
+    """
 
     grid = ({},)
 
@@ -104,25 +131,42 @@ class MixedLM:
     def fit(self, X, y, groups):
         import statsmodels.api as sm
 
-        self.columns = _Columns(X)
-        fits = []
+        self.ids = further_ids(X)
+        outer, effects = self._outer(X, groups), {}
+        if self.ids:
+            if pd.Series(outer).groupby(groups).nunique().max() > 1:
+                raise NotPossibleError("no crossed random effects of so many rows")
+            effects = {"exog_re": np.ones(len(y)), "exog_vc": _clients_within(outer, groups)}
+        self.columns, fits = _Columns(X.drop(columns=self.ids)), []
         for method in ("bfgs", "lbfgs", "cg", "powell"):  # each of them may stop at a variance of 0
-            result = sm.MixedLM(y, self.columns.of(X), groups).fit(method=method)
-            if np.isfinite(result.llf) and result.cov_re[0, 0] > 0:
+            model = sm.MixedLM(y, self.columns.of(X), outer, **effects)
+            result = model.fit(method=method)
+            if np.isfinite(result.llf) and min(*result.cov_re.ravel(), *result.vcomp) > 0:
                 fits.append(result)
         if not fits:
             raise NotPossibleError("every optimizer stops at a variance of 0")
         best = max(fits, key=lambda result: result.llf)
-        self.fixed, self.random = best.fe_params, best.random_effects
+        self.fixed = best.fe_params
+        # The first effect of a group is its own, and the others are those of clients in it.
+        self.random = {level: effects.iloc[0] for level, effects in best.random_effects.items()}
+        for effects in best.random_effects.values():
+            self.random |= effects.iloc[1:].to_dict()
         return self
 
     def outputs(self, X, groups):
-        own = [float(np.ravel(self.random.get(each, 0.0))[0]) for each in groups]
-        return self.columns.of(X) @ self.fixed + np.array(own)
+        means = self.columns.of(X) @ self.fixed
+        means += [self.random.get(level, 0.0) for level in self._outer(X, groups)]
+        if self.ids:
+            means += [self.random.get(f"client[{client}]", 0.0) for client in groups]
+        return means
+
+    def _outer(self, X, groups):
+        """Levels (n,) of the outermost random intercept."""
+        return X[self.ids[0]].to_numpy() if self.ids else groups
 
 
 class GPBoostMixed:
-    """GPBoost's generalized linear mixed model with a random intercept."""
+    """GPBoost's generalized linear mixed model: random intercepts of clients and further ids."""
 
     grid = ({},)
 
@@ -130,20 +174,21 @@ class GPBoostMixed:
         self.has_classes = has_classes
 
     def fit(self, X, y, groups):
-        import gpboost
-
-        self.columns = _Columns(X)
-        self.model = gpboost.GPModel(group_data=groups, likelihood=_likelihood(self.has_classes))
+        self.ids = further_ids(X)
+        self.columns = _Columns(X.drop(columns=self.ids))
+        self.model = _gp_model(_all_ids(X, groups, self.ids), self.has_classes)
         self.model.fit(y=y.astype(float), X=self.columns.of(X))
         return self
 
     def outputs(self, X, groups):
-        rows = self.columns.of(X)
-        return self.model.predict(group_data_pred=groups, X_pred=rows, predict_response=True)["mu"]
+        rows, levels = self.columns.of(X), _all_ids(X, groups, self.ids)
+        return self.model.predict(group_data_pred=levels, X_pred=rows, predict_response=True)["mu"]
 
 
 class GPBoostBoosting:
-    """GPBoost's boosted trees with a random intercept; the number of rounds is tuned as well.
+    """GPBoost's boosted trees with random intercepts of clients and further ids.
+
+    The number of rounds is tuned as well.
 
     Responses get a variance of 1 inside clients, since the size of its steps depends on that of the
     noise: with shares of votes as they are its errors are several times as large and vary from one
@@ -161,12 +206,12 @@ class GPBoostBoosting:
         """Loss and rounds, by cross-validation with early stopping."""
         import gpboost
 
+        ids = further_ids(X)
+        features = as_numbers().fit_transform(X.drop(columns=ids)).to_numpy()
         found = gpboost.cv(
             params=self.params,
-            train_set=gpboost.Dataset(
-                as_numbers().fit_transform(X).to_numpy(), self._scaled(y, groups)
-            ),
-            gp_model=gpboost.GPModel(group_data=groups, likelihood=_likelihood(self.has_classes)),
+            train_set=gpboost.Dataset(features, self._scaled(y, groups)),
+            gp_model=_gp_model(_all_ids(X, groups, ids), self.has_classes),
             num_boost_round=ROUNDS,
             early_stopping_rounds=_STOP,
             folds=folds,
@@ -181,15 +226,16 @@ class GPBoostBoosting:
     def fit(self, X, y, groups, n_rounds=100):
         import gpboost
 
-        gp_model = gpboost.GPModel(group_data=groups, likelihood=_likelihood(self.has_classes))
-        self.encoder = as_numbers().fit(X)
+        self.ids = further_ids(X)
+        gp_model = _gp_model(_all_ids(X, groups, self.ids), self.has_classes)
+        self.encoder = as_numbers().fit(X.drop(columns=self.ids))
         rows = gpboost.Dataset(self.encoder.transform(X).to_numpy(), self._scaled(y, groups))
         self.model = gpboost.train(self.params, rows, gp_model=gp_model, num_boost_round=n_rounds)
         return self
 
     def outputs(self, X, groups):
-        rows = self.encoder.transform(X).to_numpy()
-        found = self.model.predict(rows, group_data_pred=groups, pred_latent=False)
+        rows, levels = self.encoder.transform(X).to_numpy(), _all_ids(X, groups, self.ids)
+        found = self.model.predict(rows, group_data_pred=levels, pred_latent=False)
         return self.mean + self.scale * found["response_mean"]
 
     def _scaled(self, y, groups):
@@ -315,10 +361,9 @@ class MERF:
 
         boosting = HistGradientBoostingRegressor(random_state=0, **self.params)
         self.model = Peer(fixed_effects_model=boosting, max_iterations=10)
-        self.encoder = as_numbers().fit(X)
-        self.model.fit(
-            self.encoder.transform(X).to_numpy(), np.ones((len(X), 1)), pd.Series(groups), y
-        )
+        self.encoder = as_numbers()
+        rows = self.encoder.fit_transform(X, y).to_numpy()
+        self.model.fit(rows, np.ones((len(X), 1)), pd.Series(groups), y)
         return self
 
     def outputs(self, X, groups):
@@ -326,8 +371,31 @@ class MERF:
         return self.model.predict(rows, np.ones((len(X), 1)), pd.Series(groups))
 
 
-def _likelihood(has_classes):
-    return "bernoulli_logit" if has_classes else "gaussian"
+def _all_ids(X, groups, ids):
+    """Clients (n,), or clients and further ids (n, 1 + k)."""
+    return np.column_stack([groups.astype(str), X[ids].astype(str)]) if ids else groups
+
+
+def _gp_model(levels, has_classes):
+    """GPBoost's random intercepts of ids (n,) or (n, k)."""
+    import gpboost
+
+    given = {}
+    # Its default is iterative for several ids, which pays on tables with thousands of levels; on
+    # elections, pupils and children a factorization takes a fourth to a sixth of the time.
+    if levels.ndim == 2 and sum(len(np.unique(each)) for each in levels[:, 1:].T) <= _MANY_LEVELS:
+        given["matrix_inversion_method"] = "cholesky"
+    likelihood = "bernoulli_logit" if has_classes else "gaussian"
+    return gpboost.GPModel(group_data=levels, likelihood=likelihood, **given)
+
+
+def _clients_within(outer, groups):
+    """statsmodels' random effects of clients, for each level of `outer` (n,) that holds them."""
+    from statsmodels.regression.mixed_linear_model import VCSpec
+
+    dummies = [pd.get_dummies(groups[outer == level], dtype=float) for level in np.unique(outer)]
+    names = [[str(client) for client in each] for each in dummies]
+    return VCSpec(["client"], [names], [[each.to_numpy() for each in dummies]])
 
 
 class _Columns:

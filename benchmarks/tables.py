@@ -35,7 +35,7 @@ from cells import Results
 from run import ONE_THREAD
 from sklearn.model_selection import GroupKFold
 from table_models import METHODS, OURS, losses, tuned_fit
-from table_peers import NotPossibleError, load
+from table_peers import SECOND_ID, NotPossibleError, load
 
 from pfl_sklearn.model_selection import ClientKFold, ClientShuffleSplit, ClientTimeSeriesSplit
 
@@ -61,7 +61,8 @@ def elections(home):
     table = pd.read_csv(home / "election_county_2000_2020.csv.gz").query("in_panel == 1")
     share = table["votes_rep"] / (table["votes_rep"] + table["votes_dem"])
     X, time = table[["year"]].astype(float), table["year"].to_numpy()
-    return public_tasks.PublicTask(X, share.to_numpy(), table["fips"].to_numpy(), time)
+    groups, state = table["fips"].to_numpy(), table["state"]
+    return public_tasks.PublicTask(X, share.to_numpy(), groups, time, state)
 
 
 def baseball(home):
@@ -126,9 +127,15 @@ class Cell(NamedTuple):
 
 
 def rows_of(task):
-    """Features (n, d) as a frame, targets (n,), clients as numbers (n,), and times (n,) or None."""
-    X, y, groups, time = task.read(Path(os.environ["PFL_SKLEARN_DATA"]))
-    return X.reset_index(drop=True), y, pd.factorize(groups, sort=True)[0], time
+    """Features (n, d) as a frame, targets (n,), clients as numbers (n,), and times (n,) or None.
+
+    A second id is one more feature, of strings.
+    """
+    X, y, groups, time, second = task.read(Path(os.environ["PFL_SKLEARN_DATA"]))
+    X = X.reset_index(drop=True)
+    if second is not None:
+        X[SECOND_ID] = second.to_numpy().astype(str)
+    return X, y, pd.factorize(groups, sort=True)[0], time
 
 
 def in_order(X, y, groups, time):

@@ -19,7 +19,7 @@ from pfl_sklearn import (
 )
 from pfl_sklearn.inspection import likelihood_ratio_test
 from pfl_sklearn.inspection._residual_values import residuals_of
-from pfl_sklearn.linear_model import SeparationWarning
+from pfl_sklearn.linear_model import NotEstimableWarning, SeparationWarning
 from pfl_sklearn.priors import GaussianPrior, GroupingPrior
 
 N, N_USERS, N_MOVIES = 900, 30, 36
@@ -184,6 +184,33 @@ def test_dispersion_of_rows():
     assert values[0] > 20 and values[1] > -1e-3
 
 
+@pytest.mark.slow
+def test_dispersion_of_rows_whose_levels_are_far_apart():
+    """The differences between levels would be taken for dispersion if a fit without them began."""
+    draws = np.random.default_rng(1)
+    means = np.exp(4 * ETA) * draws.gamma(20.0, 0.05, size=N)
+    model = counts(y=draws.poisson(YEARS * means), family="negative_binomial")
+    assert 0.03 < model.dispersion_ < 0.08
+    assert model.groupings_["movie"].covariance[0, 0] > 3
+
+
+def test_a_penalty_keeps_dependent_columns_but_no_constant_ones():
+    X = TABLE.assign(again=AGE, constant=3.0)
+    with pytest.warns(NotEstimableWarning, match=r"of 'intercept', 'constant' are NaN"):
+        model = classes(X=X, population_penalty=5.0)
+    halves = model.population_coef_
+    assert halves[0] == pytest.approx(halves[1]) and halves[2] == 0
+    # Two equal columns share the penalty of one, at half the precision.
+    alone = classes(population_penalty=2.5)
+    assert_allclose(model.predict_proba(X, groups=USERS), alone.predict_proba(TABLE, groups=USERS))
+
+
+def test_offsets_without_information_are_refused():
+    model = PersonalizedLogisticRegression(random="intercept")
+    with pytest.raises(ValueError, match=r"the offset \(up to 200 in size\)"):
+        model.fit(TABLE, LIKED, groups=USERS, offset=np.where(LIKED == "yes", -200.0, 200.0))
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -254,3 +281,36 @@ def test_pipelines_and_searches():
     assert model.fit(X, LIKED).score(X, LIKED) > plain
     search = GridSearchCV(model, {steps: values[1:]}, cv=3, error_score="raise").fit(X, LIKED)
     assert search.best_score_ > 0.6
+
+
+def test_a_variance_of_zero_changes_no_error():
+    """The others still count as estimated."""
+    y = np.where(np.random.default_rng(4).random(N) < expit(ETA), "yes", "no")
+    model = classes(y=y, random=["intercept", "age"])
+    assert model.prior_.covariance[1, 1] == 0
+    alone = classes(y=y)
+    assert_allclose(model.population_coef_std_, alone.population_coef_std_, rtol=1e-4)
+    assert model.population_coef_std_ > classes(y=y, uncertainty="plug_in").population_coef_std_
+
+
+@pytest.mark.slow
+def test_errors_count_that_the_dispersion_is_estimated():
+    """Against differences of the profile of a coefficient, which moves all other parameters."""
+    draws = np.random.default_rng(5)
+    y = draws.poisson(YEARS * np.exp(ETA - 1) * draws.gamma(0.5, 2.0, size=N))
+    model, plug_in = (
+        counts(y=y, family="negative_binomial", uncertainty=each) for each in ("full", "plug_in")
+    )
+    best, error = model.population_coef_[0], model.population_coef_std_[0]
+
+    def profile(slope):
+        offset = np.log(YEARS) + slope * AGE
+        fit = PersonalizedPoissonRegression(
+            random="intercept", family="negative_binomial", unseen="population"
+        ).fit(TABLE[["movie"]], y, groups=USERS, offset=offset)
+        return fit.log_likelihood_
+
+    ends = profile(best + error), profile(best), profile(best - error)
+    curvature = (2 * ends[1] - ends[0] - ends[2]) / error**2
+    assert error == pytest.approx(curvature**-0.5, rel=0.01)
+    assert error > plug_in.population_coef_std_[0]

@@ -37,10 +37,13 @@ from pfl_sklearn.linear_model._mixed._predictions import FittedRows
 from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates
 from pfl_sklearn.linear_model._mixed._table import varies_within_clients
 
-_DISPERSION_REACH = 4.0  # of log dispersions around the start
+_DISPERSION_REACH = 1.5  # of log dispersions around the start
+_NEAR_BOUND, _MOST_WINDOWS = 0.1, 10  # of the same; windows move on from their bounds
 _DISPERSION_TOLERANCE = 1e-4  # of the logarithm
 _STEP = 0.05  # standard errors, of differences of slopes
 _LARGEST_SHARE = 0.3  # of a variance, for the same
+_LOG_STEP = 0.1  # the same, of the logarithm of a dispersion
+_ROUNDING = 1e-12  # of an eigenvalue, over the trace
 _TINY = np.finfo(float).tiny
 _MOST_COEFFICIENTS_MOVED = (
     30  # coefficients of the population: each takes two fits near the maximum
@@ -74,17 +77,26 @@ def fit_grouped_link(table, prior, family, options, rows):
     scaled = scale_rows(
         table, prior, covariance, rows, bool(options.population_penalty), by_size=True
     )
+    if family.has_dispersion and not scaled.is_dense:
+        raise ValueError(
+            "family='negative_binomial' takes up to 4,000 effects besides those of the largest "
+            "grouping; let fewer coefficients vary, or take 'poisson'."
+        )
     scaled = scaled._replace(parameters=_starts(scaled))
     model, start, weak = _model(table, rows.groupings, family, scaled, known, options)
-    fit = _fit_family(model, start, scaled.parameters, options)
+    if family.has_dispersion:  # the pooled one holds the differences between levels
+        model = replace(model, family=family.with_dispersion(0.0))
+    try:
+        fit = _fit_family(model, start, scaled.parameters, options)
+    except np.linalg.LinAlgError:
+        raise ValueError(
+            "the rows hold no information on the population's coefficients, because the offset "
+            f"(up to {np.abs(model.offset).max():g} in size) or the features leave rows without "
+            "any; expected an offset near the predictors of the responses."
+        ) from None
     fit, weak = _regularized(fit, start, scaled, options, rows, weak)
-    if model.family.has_dispersion:
-        if not scaled.is_dense:
-            raise ValueError(
-                "family='negative_binomial' takes up to 4,000 effects of levels and coefficients "
-                "besides those of the clients; let fewer coefficients vary, or take 'poisson'."
-            )
-        fit = _fit_dispersion(fit, scaled.parameters, options)
+    if family.has_dispersion:
+        fit = _fit_dispersion(fit, family, scaled.parameters, options)
     equations = fit.points.solved(fit.result.equations)
     fit = fit._replace(result=fit.result._replace(equations=equations))
     return _estimates(table, prior, rows, scaled, options, known, weak, fit)
@@ -201,9 +213,9 @@ def _spreads(fit):
     return np.array([np.sqrt(np.mean(np.sum((g.columns @ root) ** 2, 1))) for g, root in pairs])
 
 
-def _fit_dispersion(fit, parameters, options):
-    """The _Fit at the likeliest dispersion, from that at a plausible one."""
-    model = fit.points.model
+def _fit_dispersion(fit, family, parameters, options):
+    """The _Fit at the likeliest dispersion, from one without any."""
+    limit, model = fit, fit.points.model
 
     def fit_at(family):
         nonlocal fit  # the last one is near the next one
@@ -217,15 +229,27 @@ def _fit_dispersion(fit, parameters, options):
         fit = _fit_family(replace(model, family=family), fit.points.state, starts, options)
         return fit
 
-    start = np.log(model.family.dispersion)
-    best = minimize_scalar(
-        lambda log: fit_at(model.family.with_dispersion(np.exp(log))).criterion,
-        bounds=(start - _DISPERSION_REACH, start + _DISPERSION_REACH),
-        method="bounded",
-        options={"xatol": _DISPERSION_TOLERANCE},
-    )
-    fits = [fit_at(model.family.with_dispersion(value)) for value in (np.exp(best.x), 0.0)]
-    return min(fits, key=lambda fit: fit.criterion)
+    def criterion(log):
+        try:
+            return fit_at(family.with_dispersion(np.exp(log))).criterion
+        except np.linalg.LinAlgError:  # so large that rows hold no information
+            return np.inf
+
+    mean = family.mean(limit.result.equations.predictors)
+    moments = family.dispersion_by_moments(model.y, mean, model.weights)
+    least = family.least_dispersion(np.average(model.y, weights=model.weights))
+    best = np.log(max(moments, least))
+    for _ in range(_MOST_WINDOWS):
+        low, high = best - _DISPERSION_REACH, best + _DISPERSION_REACH
+        search: Any = {"method": "bounded", "options": {"xatol": _DISPERSION_TOLERANCE}}
+        best = minimize_scalar(criterion, bounds=(low, high), **search).x
+        if low + _NEAR_BOUND < best < high - _NEAR_BOUND:
+            break
+    return min(limit, fit_at(family.with_dispersion(np.exp(best))), key=_criterion)
+
+
+def _criterion(fit):
+    return fit.criterion
 
 
 def _estimates(table, prior, rows, scaled, options, known, weak, fit):
@@ -273,7 +297,7 @@ def _estimates(table, prior, rows, scaled, options, known, weak, fit):
         -0.5 * (fit.criterion - equations.penalties),
         fit.result.n_iter,
         fit.result.converged,
-        estimable=_estimable(rows.columns, scaled, prior)[None],
+        estimable=_estimable(rows.columns, scaled, prior, weak.slopes)[None],
         centre=scaled.centre if is_shaped else None,
         effects=EffectPosterior(np.eye(q), 1, 1, shift, None, None),
         family=model.family,
@@ -304,13 +328,17 @@ def _posterior(fit, scaled):
     return layout.posterior(equations)
 
 
-def _estimable(columns, scaled, prior):
-    """Whether (p,) the rows determine the population's coefficients of columns (n, p)."""
+def _estimable(columns, scaled, prior, precision):
+    """Whether (p,) rows (n, p) determine the population's coefficients, or a penalty does.
+
+    `precision` is that of the free ones (f,).
+    """
     first = 0 if prior.mean is None else len(scaled.layout.frames[0].positions)
-    result = np.ones(columns.shape[1], dtype=bool)
-    free = columns[:, first:]
+    result, free = np.ones(columns.shape[1], dtype=bool), columns[:, first:]
     if len(scaled.free) < free.shape[1]:
-        result[first:] = estimable(free.T @ free)
+        normal, at = free.T @ free, scaled.free - first
+        normal[at, at] += len(columns) * (precision > 0)
+        result[first:] = estimable(normal)
     return result
 
 
@@ -321,20 +349,41 @@ def _joint_root(fit, root, variances):
     population in the variances, and their information (t, t) with the population at its best.
     None if differences find no maximum.
     """
-    if len(root) > _MOST_COEFFICIENTS_MOVED:
-        return None
-    covariance = np.linalg.inv(np.linalg.inv(root @ root.T) - _tilt_slopes(fit, root))
+    information = np.linalg.inv(root @ root.T)
+    if len(root) <= _MOST_COEFFICIENTS_MOVED:  # a small part, which takes most of the time
+        information = information - _tilt_slopes(fit, root)
     moves = _moves(fit, variances)
-    slopes, information = np.empty((len(root), len(moves))), np.empty((len(moves), len(moves)))
+    n_moves = len(moves) + (fit.points.model.family.dispersion > 0)
+    slopes, others = np.empty((len(root), n_moves)), np.empty((n_moves, n_moves))
     for j, move in enumerate(moves):
         ends = [move.end(fit, sign) for sign in (1, -1)]
         slopes[:, j] = (ends[0].solution[1] - ends[1].solution[1]) / 2
-        changes = np.array([[other.slope(end) for other in moves] for end in ends])
-        information[j] = (changes[0] - changes[1]) / 4  # the criterion is minus twice
-    information = (information + information.T) / 2
-    if moves and np.linalg.eigvalsh(information)[0] <= 0:
+        others[j, : len(moves)] = _slope_changes(moves, ends)
+    if n_moves > len(moves):
+        ends = [_at_dispersion(fit, np.exp(sign * _LOG_STEP)) for sign in (1, -1)]
+        equations = [end.result.equations for end in ends]
+        slopes[:, -1] = (equations[0].solution[1] - equations[1].solution[1]) / 2
+        others[-1, :-1] = others[:-1, -1] = _slope_changes(moves, equations)
+        others[-1, -1] = (ends[0].criterion - 2 * fit.criterion + ends[1].criterion) / 2
+    others = (others + others.T) / 2
+    if n_moves and np.linalg.eigvalsh(others)[0] <= 0:
         return None
-    return square_root(covariance + slopes @ np.linalg.solve(information, slopes.T))
+    return square_root(np.linalg.inv(information) + slopes @ np.linalg.solve(others, slopes.T))
+
+
+def _slope_changes(moves, ends):
+    """Changes (t,) of half the slopes of the criterion along moves, for half of the way."""
+    slopes = np.array([[move.slope(end) for move in moves] for end in ends])
+    return (slopes[0] - slopes[1]) / 4  # the criterion is minus twice the log-likelihood
+
+
+def _at_dispersion(fit, factor):
+    """The fit with equations at a multiple of the dispersion."""
+    model = fit.points.model
+    family = model.family.with_dispersion(factor * model.family.dispersion)
+    points = LinkPoints(replace(model, family=family), fit.points.state)
+    equations = points.at(fit.result.equations.roots, tol=SETTLED)
+    return _Fit(points, fit.result._replace(equations=equations))
 
 
 def _tilt_slopes(fit, root):
@@ -357,8 +406,7 @@ class _Move(NamedTuple):
     def end(self, fit, sign):
         """Equations after a step that way."""
         roots = list(fit.result.equations.roots)
-        covariance = roots[self.k] @ roots[self.k].T + sign * self.change
-        roots[self.k] = np.linalg.cholesky(covariance)
+        roots[self.k] = _root(roots[self.k] @ roots[self.k].T + sign * self.change)
         return fit.points.at(roots, tol=SETTLED)
 
     def slope(self, equations):
@@ -367,15 +415,29 @@ class _Move(NamedTuple):
 
 
 def _moves(fit, variances):
-    """Moves of the estimated covariances that are not singular."""
+    """Moves of the estimated covariances that may go both ways."""
     moves, roots = [], fit.result.equations.roots
-    for (k, direction), error in zip(
-        variances.directions, np.sqrt(np.diag(variances.errors)), strict=False
-    ):
-        covariance = roots[k] @ roots[k].T
-        least = np.linalg.eigvalsh(covariance)[0]
-        if variances.known[k] or least <= 0:
+    errors = np.sqrt(np.diag(variances.errors))
+    for (k, direction), error in zip(variances.directions, errors, strict=False):
+        if variances.known[k]:
             continue
-        size = np.linalg.norm(direction, 2)
-        moves.append(_Move(k, min(_STEP * error, _LARGEST_SHARE * least / size) * direction))
+        # A variance of 0 beside those that move stays where it is.
+        covariance, moving = roots[k] @ roots[k].T, np.flatnonzero(direction.any(axis=0))
+        least = np.linalg.eigvalsh(covariance[np.ix_(moving, moving)])[0]
+        share = _LARGEST_SHARE * least / np.linalg.norm(direction, 2)
+        change = min(_STEP * error, share) * direction
+        lowest = min(np.linalg.eigvalsh(covariance + sign * change)[0] for sign in (1, -1))
+        if least > 0 and lowest > -_ROUNDING * np.trace(covariance):
+            moves.append(_Move(k, change))
     return moves
+
+
+def _root(covariance):
+    """Root (q, q) of a covariance, whose columns are near those of a search."""
+    variances = np.diag(covariance)
+    if np.array_equal(covariance, np.diag(variances)):
+        return np.diag(np.sqrt(np.maximum(variances, 0.0)))
+    try:
+        return np.linalg.cholesky(covariance)
+    except np.linalg.LinAlgError:
+        return square_root(covariance)

@@ -67,8 +67,9 @@ def scale_rows(table, prior, covariance, rows, keep_dependent=False, by_size=Fal
     candidates = np.arange(first, p)
     frame = _frame(candidates, scale, centre, table.intercept, True)
     columns = frame.columns(rows.columns)
-    kept = np.arange(len(candidates))
-    if not keep_dependent:
+    if keep_dependent:  # but for constant columns beside an intercept
+        kept = np.flatnonzero(columns.any(axis=0))
+    else:
         kept = _independent(columns, rows.weights)
     population = np.zeros((p, len(kept)))
     population[candidates] = frame.back @ _spread_over(columns, kept, rows.weights)

@@ -569,7 +569,7 @@ def routing():
 
 def test_a_little_of_both_beats_local_and_global_models(data_home, routing):
     """Mean squared errors of two folds, for alpha 0, 0.01 and infinity."""
-    X, y, groups, _ = movielens(data_home)
+    X, y, groups, *_ = movielens(data_home)
     search = GridSearchCV(
         make_pipeline(FunctionTransformer(), PPSGDRegressor(random_state=0)),
         {"ppsgdregressor__alpha": [0, 0.01, math.inf]},

@@ -95,6 +95,7 @@ def test_other_tables_group_alike(kind):
         np.testing.assert_allclose(predicted, expected, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_what_is_handed_out_predicts_alike():
     X, y, groups = table()
     X = X.drop(columns="kind")
@@ -117,12 +118,14 @@ def test_columns_that_group_alike_in_a_fold_are_no_error():
     assert list(stack().fit(same, y, groups=groups).final_estimator_.groupings_) == ["item"]
 
 
+@pytest.mark.slow
 def test_forecasts_group_by_the_column():
     X, y, groups = table()
     model = stack(cv="time", fallback=True).fit(X, y, groups=groups)
     assert model.losses_.loc["recent_targets", "known"] < 0.3 * np.var(y)
 
 
+@pytest.mark.slow
 def test_parts_of_the_rows_may_have_other_numbers_of_levels():
     # 31 levels of 62 rows: each fold lacks some of them, or has half as many rows as levels.
     X, y, groups = table(31, 2)
@@ -288,6 +291,7 @@ def test_trees_of_residuals_get_no_targets():
     assert model.residual_estimator_._features[0].means is None
 
 
+@pytest.mark.slow
 def test_default_trees_take_weights_and_levels():
     X, y, groups = table()
     model = stack(None).set_params(

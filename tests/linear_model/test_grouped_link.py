@@ -268,6 +268,7 @@ def test_residuals_use_the_levels(liked, viewed):
         assert np.std(new) == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.slow
 def test_pipelines_and_searches():
     X = TABLE.assign(user=USERS)
     passed = TableEncoder(many_levels="pass").set_output(transform="pandas")
@@ -283,6 +284,7 @@ def test_pipelines_and_searches():
     assert search.best_score_ > 0.6
 
 
+@pytest.mark.slow
 def test_a_variance_of_zero_changes_no_error():
     """The others still count as estimated."""
     y = np.where(np.random.default_rng(4).random(N) < expit(ETA), "yes", "no")

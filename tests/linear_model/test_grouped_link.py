@@ -20,6 +20,7 @@ from pfl_sklearn import (
 from pfl_sklearn.inspection import likelihood_ratio_test
 from pfl_sklearn.inspection._residual_values import residuals_of
 from pfl_sklearn.linear_model import NotEstimableWarning, SeparationWarning
+from pfl_sklearn.linear_model._mixed._groupings import _scaled_rows
 from pfl_sklearn.priors import GaussianPrior, GroupingPrior
 
 N, N_USERS, N_MOVIES = 900, 30, 36
@@ -203,6 +204,14 @@ def test_a_penalty_keeps_dependent_columns_but_no_constant_ones():
     # Two equal columns share the penalty of one, at half the precision.
     alone = classes(population_penalty=2.5)
     assert_allclose(model.predict_proba(X, groups=USERS), alone.predict_proba(TABLE, groups=USERS))
+
+
+def test_wide_tables_are_fitted_by_conjugate_gradients(liked, monkeypatch):
+    monkeypatch.setattr(_scaled_rows, "_MOST_CELLS", N_MOVIES)
+    model = classes()
+    assert np.isnan(model.log_likelihood_)
+    chances = model.predict_proba(TABLE, groups=USERS)
+    assert_allclose(chances, liked.predict_proba(TABLE, groups=USERS), atol=0.03)
 
 
 def test_offsets_without_information_are_refused():

@@ -12,6 +12,7 @@ from pfl_sklearn.linear_model._mixed._identifiability import varying_columns
 from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling
 
 MOST_DENSE = 4000  # outer columns, whose dense factor takes 128 MB
+_MOST_CELLS = 1 << 25  # of dense rows of the first grouping's effects: 256 MB
 _DEPENDENT = 1e-9  # length of what a column adds to those before it, over its own length
 _SPARSE_SHARE = 0.5  # of zeros, from which on a column stays sparse, and roots centre it
 
@@ -85,10 +86,13 @@ def scale_rows(table, prior, covariance, rows, keep_dependent=False, by_size=Fal
     order = sorted(range(len(names)), key=lambda k: (-groupings[k].n_effects, names[k]))
     if not by_size:
         order.sort(key=lambda k: k > 0)
+    n_outer = sum(groupings[k].n_effects for k in order[1:]) + len(kept)
+    # Leverages behind a link take a dense row for every effect of the first grouping.
+    is_narrow = not by_size or n_outer * groupings[order[0]].n_effects <= _MOST_CELLS
     return ScaledRows(
         [groupings[k] for k in order],
         columns[:, kept],
-        sum(groupings[k].n_effects for k in order[1:]) + len(kept) <= MOST_DENSE,
+        n_outer <= MOST_DENSE and is_narrow,
         [parameters[k] for k in order],
         Layout(np.argsort(order), frames, Frame(np.arange(p), population)),
         centre,

@@ -75,7 +75,8 @@ class LinkRegression(GroupedRegression):
     too small: give a covariance, and choose it by cross-validation. A single client gets the
     maximum of its own likelihood, without a prior, and its covariance is NaN. With `groupings` we
     take Laplace's approximation at the joint mode of all effects (:ref:`classes_and_counts`);
-    beyond 4,000 of them, besides those of the largest grouping, there is no log-likelihood.
+    there is no log-likelihood beyond 4,000 of them, besides those of the largest grouping, or
+    2^25 products of both numbers.
 
     *Errors* come from the observed information of the marginal likelihood, or from averages over
     the variance between clients (`uncertainty`). With few clients and several varying coefficients
@@ -182,10 +183,10 @@ class LinkRegression(GroupedRegression):
                 1,000 clients inform on it; the weight of the average falls from 1 at 100 clients to
                 0. Otherwise the population's errors come from the inverse observed information of
                 the marginal likelihood in population, covariance and dispersion; an estimated
-                variance of 0 adds nothing. With `groupings` that needs up to 30 population
-                coefficients, and a log-likelihood. "plug_in" takes variances and dispersion as
-                known: errors are too small with few clients, and those of the population for
-                classes however many there are.
+                variance of 0 adds nothing. With `groupings` that needs a log-likelihood, and leaves
+                out a small part beyond 30 population coefficients. "plug_in" takes variances and
+                dispersion as known: errors are too small with few clients, and those of the
+                population for classes however many there are.
         """,
     )
     max_iter: int = parameter(
@@ -463,8 +464,8 @@ class LinkRegression(GroupedRegression):
         if known.any():
             z = x[known][:, self._design.random]
             coded = np.dot(combination, self._row_family.coding)
-            moved, added, third[known] = self._effects.moments(z, codes[known], coded)
-            shift[known] += moved
+            shifts, added, third[known] = self._effects.moments(z, codes[known], coded)
+            shift[known] += shifts
             variance[known] = np.maximum(variance[known] + added, 0.0)
         return np.array([shift, variance, third])
 

@@ -214,6 +214,12 @@ def test_wide_tables_are_fitted_by_conjugate_gradients(liked, monkeypatch):
     assert_allclose(chances, liked.predict_proba(TABLE, groups=USERS), atol=0.03)
 
 
+def test_a_known_covariance_of_clients_has_no_shape_beside_larger_groupings():
+    """It is the user's, at the user's zeros; only an estimated one is diagonal at the means."""
+    assert classes()._centre is not None
+    assert classes(prior=GaussianPrior(covariance=1.0))._centre is None
+
+
 def test_offsets_without_information_are_refused():
     model = PersonalizedLogisticRegression(random="intercept")
     with pytest.raises(ValueError, match=r"the offset \(up to 200 in size\)"):

@@ -80,7 +80,8 @@ def fit_grouped_link(table, prior, family, options, rows):
     if family.has_dispersion and not scaled.is_dense:
         raise ValueError(
             "family='negative_binomial' takes up to 4,000 effects besides those of the largest "
-            "grouping; let fewer coefficients vary, or take 'poisson'."
+            "grouping, and 2**25 products of both numbers; let fewer coefficients vary, or take "
+            "family='poisson'."
         )
     scaled = scaled._replace(parameters=_starts(scaled))
     model, start, weak = _model(table, rows.groupings, family, scaled, known, options)
@@ -282,7 +283,8 @@ def _estimates(table, prior, rows, scaled, options, known, weak, fit):
             inverse_root = np.hstack([posterior.inverse_root[:, :-p], border])
             posterior, root = posterior._replace(inverse_root=inverse_root), joint
     covariances = layout.covariances(equations)
-    is_shaped = scaled.parameters[0].shape is not None and is_centred(table, prior)
+    is_estimated = scaled.parameters[layout.back[0]].shape is not None
+    is_shaped = is_estimated and is_centred(table, prior)
     if table.n_clients == 1 and prior.covariance is None:
         covariances[0] = np.full((q, q), np.nan)
     shift = shifts[0] @ client_back.T

@@ -218,6 +218,7 @@ def classes_of_package():
             yield from vars(importlib.import_module(module.name)).values()
 
 
+@pytest.mark.slow
 def test_nothing_else_writes_what_a_fit_has_set():
     estimators = {
         kind.__name__

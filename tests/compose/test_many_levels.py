@@ -108,6 +108,7 @@ def test_what_is_handed_out_predicts_alike():
     assert "trees" in estimator_html_repr(model)
 
 
+@pytest.mark.slow
 def test_columns_that_group_alike_in_a_fold_are_no_error():
     X, y, groups = table()
     titles = "title " + X["item"]
@@ -328,6 +329,7 @@ def test_the_final_model_of_classes_groups_by_the_column():
 # Selectors ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_candidates_take_levels():
     X, y, groups = table(40, 12)
     X = X.drop(columns="kind")

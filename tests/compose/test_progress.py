@@ -77,6 +77,7 @@ def test_a_given_prior_has_no_phases():
     assert fits_by_phase(watch) == {"known-clients": 6, "final-fits": 2}
 
 
+@pytest.mark.slow
 def test_callbacks_see_each_fit_of_a_stack():
     watch = Watch()
     whole = clone(STACK).set_params(fallback=False).set_callbacks(watch)

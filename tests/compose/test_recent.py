@@ -74,6 +74,7 @@ def test_each_class_but_the_first_has_a_column():
     np.testing.assert_array_equal(found, model.classes_[probabilities.argmax(axis=1)])
 
 
+@pytest.mark.slow
 def test_forecasts_of_intercepts_that_drift():
     X, y, groups = drifting(15, 12, seed=3)
     past = np.arange(len(y)) % 12 < 10

@@ -741,6 +741,7 @@ def test_jobs_change_nothing(small):
     np.testing.assert_array_equal(first.predict(X, groups=groups), other.predict(X, groups=groups))
 
 
+@pytest.mark.slow
 def test_weights_count_everywhere(small):
     """A row of weight 0 is absent, and weights change what is learned."""
     X, y, groups, model = small

@@ -60,6 +60,7 @@ def quietly(function, *args, **params):
 # The model that a search chose.
 
 
+@pytest.mark.slow
 def test_the_chosen_model_says_so():
     with parallel_config(backend="loky", n_jobs=2):
         best = fitted(grid()).best_estimator_

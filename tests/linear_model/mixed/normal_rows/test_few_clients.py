@@ -89,6 +89,7 @@ def test_errors_do_not_depend_on_units_and_zeros():
     np.testing.assert_allclose(*stds, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_errors_are_the_same_in_every_process_and_copy():
     first, X, y, codes = fit_of_8()
     second = pickle.loads(pickle.dumps(clone(first).fit(X, y, groups=codes)))

@@ -11,6 +11,7 @@ _SHRINKAGE, _LEAST_ROOT = 0.9, 1e-8  # of a diagonal entry of a root in one step
 _LEAST_INFORMATION = 1e-12  # eigenvalue of information, at a unit diagonal
 _ROUNDING = 1e-13  # of the criterion, per row
 _MOST_DAMPING = 1e8
+_FLAT = 1e-6  # nats, to first and second order, that a move of the size of a ratio or of 1 changes
 
 
 class RatioShape(NamedTuple):
@@ -54,9 +55,10 @@ def search_ratios(equations_at, starts, shapes, turns, max_iter, tol):
         average += _root_curvature(moves, turns, equations.slopes)
         expected = np.array([expected_information(move, equations) for move in moves])
         bounds = np.array([(move.lowest, move.highest) for move in moves]).T
+        held = _flat_directions(slope, average, np.array([move.size for move in moves]))
         while True:
             second = average + damping * np.diag(expected)
-            step = _bounded_step(slope, second, bounds)
+            step = _bounded_step(slope, second + held, bounds)
             gain = -step @ (slope + second @ step / 2)
             trial_roots = _after(roots, shapes, moves, step)
             trial = _tried(turned, trial_roots)
@@ -99,6 +101,7 @@ class Move(NamedTuple):
     direction: np.ndarray
     lowest: float
     highest: float = np.inf
+    size: float = 1.0  # of a move as large as the ratio, or of 1
     entry: tuple | None = None  # of the Cholesky factor that moves, where the shape is full
 
 
@@ -113,7 +116,8 @@ def free_moves(roots, shapes, turns):
             continue
         variances = np.diag(root) ** 2
         for together in _columns_together(shape):
-            moves.append(Move(k, np.diag(together.astype(float)), -variances[together].max()))
+            direction, variance = np.diag(together.astype(float)), variances[together].max()
+            moves.append(Move(k, direction, -variance, size=max(variance, 1.0)))
     return [
         move._replace(direction=turns[move.k] @ move.direction @ turns[move.k].T) for move in moves
     ]
@@ -122,11 +126,12 @@ def free_moves(roots, shapes, turns):
 def _entry_move(k, root, a, b):
     """Move of the entry (a, b) of a lower triangular root."""
     half = np.outer(np.eye(len(root))[a], root[:, b])
-    farthest = np.sqrt(_LARGEST_GROWTH) * max(np.linalg.norm(root[a]), 1.0)
+    size = max(np.linalg.norm(root[a]), 1.0)
+    farthest = np.sqrt(_LARGEST_GROWTH) * size
     lowest = -farthest
     if a == b:  # a diagonal of zero could not grow any more
         lowest = -min(_SHRINKAGE * root[a, a], max(root[a, a] - _LEAST_ROOT, 0.0))
-    return Move(k, half + half.T, lowest, farthest, (a, b))
+    return Move(k, half + half.T, lowest, farthest, size, (a, b))
 
 
 def _root_curvature(moves, turns, slopes):
@@ -156,6 +161,18 @@ def expected_information(move, equations):
     product = move.direction @ equations.slopes.traces[move.k]
     n_levels = equations.products.n_levels[move.k]
     return max(np.vdot(product, product.T) / n_levels, np.finfo(float).tiny)
+
+
+def _flat_directions(slope, second, sizes):
+    """Curvature (t, t) that keeps a search where it is along flat directions.
+
+    The likelihood is flat in the variance and covariances of a coefficient that one level alone
+    informs, and rounding errors would lead anywhere.
+    """
+    values, vectors = np.linalg.eigh(second * sizes * sizes[:, None])
+    is_flat = (np.abs(values) < _FLAT) & (np.abs(vectors.T @ (slope * sizes)) < _FLAT)
+    flat = vectors[:, is_flat] / sizes[:, None]
+    return flat @ flat.T
 
 
 def _bounded_step(slope, second, bounds):

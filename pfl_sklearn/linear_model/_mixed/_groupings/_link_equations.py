@@ -27,7 +27,11 @@ from pfl_sklearn.linear_model._mixed._groupings._equations import (
     IterativeEquations,
     apply_blocks,
 )
-from pfl_sklearn.linear_model._mixed._groupings._products import CELLS_AT_ONCE, GroupedDesign
+from pfl_sklearn.linear_model._mixed._groupings._products import (
+    CELLS_AT_ONCE,
+    GroupedDesign,
+    as_dense,
+)
 
 _LAST_DECREMENT = 1e-12  # twice the nats, of the step after which a mode counts as found
 _LOOSE_DECREMENT, _LOOSE_TILT = 1e-3, 0.05  # the same and `TILTED`, by conjugate gradients
@@ -246,7 +250,7 @@ class DenseLinkEquations(LinkEquations, DenseEquations):
             inner = np.einsum("nab,nb->na", self.whitening[at], inner)
             within = explained[part.start * q : part.stop * q]
             across = (within @ outer).reshape(-1, q, n_effects)
-            within = across @ within.toarray().reshape(across.shape).transpose(0, 2, 1)
+            within = across @ as_dense(within).reshape(across.shape).transpose(0, 2, 1)
             at, v, p = at - part.start, values[rows], places[rows]
             total = np.einsum("na,nab,nb->n", v, outer[p[:, :, None], p[:, None]], v)
             cross = across[at[:, None, None], np.arange(q)[:, None], p[:, None]]

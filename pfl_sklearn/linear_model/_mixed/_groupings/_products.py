@@ -15,6 +15,7 @@ from pfl_sklearn.linear_model._algebra import row_slices
 
 MOST_EXACT = 300  # effects of a grouping that conjugate gradients leave to an exact solve
 CELLS_AT_ONCE = 1 << 22  # numbers of a block of rows or levels by columns: 32 MB
+_DENSE_SHARE = 0.1  # of products that are not 0, from which on dense ones are faster
 
 
 class Grouping(NamedTuple):
@@ -45,12 +46,17 @@ class Grouping(NamedTuple):
         return matrix
 
 
+def as_dense(matrix):
+    """A dense or sparse matrix as a dense one."""
+    return matrix.toarray() if sparse.issparse(matrix) else matrix
+
+
 @dataclass(frozen=True)
 class Products:
     """Weighted products of the rows of K groupings, p population columns and a target."""
 
     inner: np.ndarray  # (L, q, q), of the first grouping, by level
-    cross: Any  # (L q, r), of the first grouping with the outer columns; sparse, in a fit
+    cross: Any  # (L q, r), of the first grouping with the outer columns; sparse unless few are 0
     outer: Any  # (r, r), of the outer columns; dense, or sparse if there are many
     inner_target: np.ndarray  # (L, q)
     outer_target: np.ndarray  # (r,)
@@ -64,11 +70,11 @@ class Products:
     @cached_property
     def cross_transposed(self):
         """Transpose of `cross`, by rows."""
-        return self.cross.T if isinstance(self.cross, np.ndarray) else self.cross.T.tocsr()
+        return self.cross.T.tocsr() if sparse.issparse(self.cross) else self.cross.T
 
     def with_dense_cross(self):
         """The same products, for many points at which they are small."""
-        return replace(self, cross=self.cross.toarray())
+        return replace(self, cross=as_dense(self.cross))
 
     @cached_property
     def large_cross(self):
@@ -165,10 +171,15 @@ class GroupedDesign(NamedTuple):
         outer: Any = sparse.block_array([[within, border], [border.T, square]], format="csr")
         if self.dense:
             outer = np.block([[within.toarray(), border], [border.T, square]])
+        cross: Any = sparse.hstack(
+            [self.indicator.T @ others, self.indicator.T @ columns], format="csr"
+        )
+        if self.dense and cross.nnz > _DENSE_SHARE * np.prod(cross.shape):
+            cross = cross.toarray()
         inner_target, outer_target = self.sums(pull)
         return Products(
             _products_by_level(first),
-            sparse.hstack([self.indicator.T @ others, self.indicator.T @ columns], format="csr"),
+            cross,
             outer,
             inner_target.reshape(first.n_levels, first.width),
             outer_target,

@@ -112,20 +112,19 @@ def free_moves(roots, shapes, turns):
         if shape is None:
             continue
         if shape.name == "full":
-            moves += [_entry_move(k, root, a, b) for a in range(len(root)) for b in range(a + 1)]
+            places = np.argwhere(np.tri(len(root)))
+            moves += [_entry_move(k, root, turns[k], a, b) for a, b in places]
             continue
         variances = np.diag(root) ** 2
         for together in _columns_together(shape):
-            direction, variance = np.diag(together.astype(float)), variances[together].max()
-            moves.append(Move(k, direction, -variance, size=max(variance, 1.0)))
-    return [
-        move._replace(direction=turns[move.k] @ move.direction @ turns[move.k].T) for move in moves
-    ]
+            columns, variance = turns[k][:, together], variances[together].max()
+            moves.append(Move(k, columns @ columns.T, -variance, size=max(variance, 1.0)))
+    return moves
 
 
-def _entry_move(k, root, a, b):
-    """Move of the entry (a, b) of a lower triangular root."""
-    half = np.outer(np.eye(len(root))[a], root[:, b])
+def _entry_move(k, root, turn, a, b):
+    """Move of the entry (a, b) of a lower triangular root before its turn."""
+    half = np.outer(turn[:, a], turn @ root[:, b])
     size = max(np.linalg.norm(root[a]), 1.0)
     farthest = np.sqrt(_LARGEST_GROWTH) * size
     lowest = -farthest

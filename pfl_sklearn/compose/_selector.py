@@ -78,7 +78,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         Candidates by name, all regressors or all classifiers; client-aware ones get the client ids.
         A candidate in a :class:`~sklearn.frozen.FrozenEstimator` is not fitted again; give rows
         that it has not seen, or its errors look too small. Models with ``groupings="auto"`` and
-        boosted trees take columns of a data frame with more than 30 levels as in
+        boosted trees take columns of a data frame with more than 10 levels as in
         :class:`~pfl_sklearn.compose.PersonalizedStackingRegressor`.
     how : {"weights", "best"}, default="weights"
         "weights": predictions (for classes, probabilities) are averaged with the client's own

@@ -141,7 +141,7 @@ def level_plan(values, categories, min_rows, max_levels):
 
 
 def has_many_levels(values, max_levels):
-    """Whether values (n,) have more than `max_levels` levels, and rows enough to group by them."""
+    """Whether values (n,) have too many levels for indicators, and rows enough to group by them."""
     return suits_grouping(pd.Series(values, dtype=object).nunique(), len(values), max_levels)
 
 

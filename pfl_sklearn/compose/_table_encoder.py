@@ -58,10 +58,10 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     max_levels : int, >= 1, default=30
         Number of levels of a column that get a column of their own, the most frequent ones.
     many_levels : {"merge", "pass"}, default="merge"
-        What to do with columns of strings or categories that have more than `max_levels` levels.
-        "merge" merges the less frequent levels into "other", with a warning. "pass" hands the
-        column on as it is, for a model with `groupings`, if it has at most half as many levels as
-        rows.
+        What to do with columns of strings or categories that have many levels. "merge" merges
+        those beyond the `max_levels` most frequent ones into "other", with a warning. "pass" hands
+        a column on as it is, for a model with `groupings`, if it has more than 10 levels (or than
+        `max_levels`, if that is smaller) and at most half as many as rows.
     levels : dict of lists or None, default=None
         Levels of columns of strings by name, the reference first. They are used as given.
     medians : dict of floats or None, default=None
@@ -99,7 +99,7 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     - A data frame gives a frame of the same library, an array gives an array, unless ``set_output``
       says otherwise. With a column that is passed on, the array holds objects.
     - A model behind ``many_levels="pass"`` needs the columns as `groupings`, as the personalized
-      linear, logistic (two classes) and Poisson regressions do, which find those with more than 30
+      linear, logistic (two classes) and Poisson regressions do, which find those with more than 10
       levels in a data frame themselves (``groupings="auto"``). Other models refuse the strings.
     - With both `levels` and `medians`, which must not come from the data, a private model behind
       the encoder keeps its promise; see :func:`~pfl_sklearn.privacy.privacy_of`. Missing values

@@ -30,7 +30,7 @@ GROUPINGS = parameter(
             with clients (the movie of a user's rating) or contain them (the state of a county).
             These columns are not features: `random` and `coef_` refer to the others.
 
-            - "auto": columns of strings or categories of a data frame that have more than 30
+            - "auto": columns of strings or categories of a data frame that have more than 10
               levels, and at most half as many levels as rows. None in a private fit.
             - A dict gives each column a :class:`~pfl_sklearn.priors.GroupingPrior`. A search tries
               whole values: ``{"groupings": [None, {"movie": GroupingPrior()}]}``.

@@ -96,7 +96,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         boosting without the clients ("hgb"), with the client as a feature ("hgb_client", see
         :class:`~pfl_sklearn.compose.ClientAsFeature`) and, for responses, of the residuals of a
         personalized line ("hgb_residual"), on the table that a
-        :class:`~pfl_sklearn.compose.TableEncoder` makes; see Notes for columns with more than 30
+        :class:`~pfl_sklearn.compose.TableEncoder` makes; see Notes for columns with more than 10
         levels. "lightgbm" and "catboost" are the same with boosting of these libraries. Parameters
         inside are ``hgb__max_depth``, ``hgb_client__estimator__max_depth`` and so on.
     final_estimator : estimator, default=None
@@ -170,7 +170,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     choice between line and mean need ten clients, and the stack needs three; of the default base
     estimators, new clients get only the first.
 
-    Columns of strings or categories with more than 30 levels, and at most half as many levels as
+    Columns of strings or categories with more than 10 levels, and at most half as many levels as
     rows, are groupings of personalized models with ``groupings="auto"``, whether these are given or
     default ones. Boosted trees of scikit-learn, LightGBM and CatBoost get them as categories or as
     target means, like the client in :class:`~pfl_sklearn.compose.ClientAsFeature`; trees of

@@ -48,7 +48,7 @@ class Grouping(NamedTuple):
 
 def as_dense(matrix):
     """A dense or sparse matrix as a dense one."""
-    return matrix.toarray() if sparse.issparse(matrix) else matrix
+    return matrix if isinstance(matrix, np.ndarray) else matrix.toarray()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Products:
     @cached_property
     def cross_transposed(self):
         """Transpose of `cross`, by rows."""
-        return self.cross.T.tocsr() if sparse.issparse(self.cross) else self.cross.T
+        return self.cross.T if isinstance(self.cross, np.ndarray) else self.cross.T.tocsr()
 
     def with_dense_cross(self):
         """The same products, for many points at which they are small."""

@@ -125,7 +125,7 @@ def free_moves(roots, shapes, turns):
 def _entry_move(k, root, turn, a, b):
     """Move of the entry (a, b) of a lower triangular root before its turn."""
     half = np.outer(turn[:, a], turn @ root[:, b])
-    size = max(np.linalg.norm(root[a]), 1.0)
+    size = max(float(np.linalg.norm(root[a])), 1.0)
     farthest = np.sqrt(_LARGEST_GROWTH) * size
     lowest = -farthest
     if a == b:  # a diagonal of zero could not grow any more

@@ -17,6 +17,7 @@ from pfl_sklearn.privacy._ledger import BudgetExceeded, PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._mechanisms._clustering import PrivateClustering
 from pfl_sklearn.privacy._mechanisms._discrete_gaussian import DiscreteGaussianMechanism
+from pfl_sklearn.privacy._mechanisms._discrete_laplace import DiscreteLaplaceMechanism
 from pfl_sklearn.privacy._mechanisms._frequencies import FrequencyMoments
 from pfl_sklearn.privacy._mechanisms._gaussian import ClientMoments, GaussianMechanism
 from pfl_sklearn.privacy._mechanisms._quantizer import StochasticQuantizer
@@ -31,6 +32,7 @@ __all__ = [
     "ClientMoments",
     "ClippedSum",
     "DiscreteGaussianMechanism",
+    "DiscreteLaplaceMechanism",
     "FitCost",
     "FrequencyMoments",
     "GaussianEvent",

@@ -65,6 +65,7 @@ FUNCTIONS = {
     privacy.DiscreteGaussianMechanism: row(
         "n_coordinates message_sensitivity epsilon delta n_bits bound"
     ),
+    privacy.DiscreteLaplaceMechanism: row("sensitivity epsilon", sensitivity=1),
     privacy.GaussianMechanism: row("sensitivity epsilon delta", "epsilon"),
     privacy.OneBit: row("epsilon"),
     privacy.TwoBit: row("epsilon"),

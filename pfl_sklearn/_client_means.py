@@ -76,15 +76,18 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         -------
         DataFrame
             One row per client (and output), indexed by client id: rows (and exposure), the mean of
-            its own rows, its personalized mean with standard deviation and interval, and shrinkage
-            if there is any. ``columns.name`` says of which class proportions are.
+            its own rows (in a published table with noise, and the standard deviation of the noise),
+            its personalized mean with standard deviation and interval, and shrinkage if there is
+            any. ``columns.name`` says of which class proportions are.
         """
         lower, upper = self.credible_interval(level)
         columns = {"n_samples": self.n_samples_per_client_}
         if hasattr(self, "exposure_per_client_"):
             columns["exposure"] = self.exposure_per_client_
+        columns["local_mean"] = self.local_means_
+        if hasattr(self, "noise_std_"):  # of the local mean, which is published
+            columns["noise_std"] = self.noise_std_
         columns |= {
-            "local_mean": self.local_means_,
             "mean": self.means_,
             "std": self.stds_,
             "lower": lower,

@@ -1,7 +1,9 @@
 """Parameters that the estimators of means, proportions and rates have in common."""
 
-from pfl_sklearn._compat import StrOptions
-from pfl_sklearn._parameters import parameter
+from numbers import Integral
+
+from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._parameters import POSITIVE, parameter
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 
 UNCERTAINTY = parameter(
@@ -24,5 +26,52 @@ PARTICIPANTS = parameter(
             nothing; they receive the population and combine it with their own rows. Choose
             participants without looking at the data, because who takes part is public. Ids that the
             table lacks are ignored.
+    """,
+)
+PUBLISH = parameter(
+    default=None,
+    ranges=[StrOptions({"clients"}), None],
+    text="""
+        "clients" or None
+            What the fit releases. None: the population, while every client's own estimate stays
+            exact. "clients": every client's estimate too, computed from noised values alone, so
+            that the whole table may be published.
+    """,
+)
+BOUNDS = parameter(
+    default=None,
+    ranges=["array-like", None],
+    text="""
+        (lower, upper) or None
+            Smallest and largest value of a row, in units of `y`; values beyond them are cut. Needed
+            with ``publish="clients"``. Choose them without looking at the data: their distance is
+            what one row can add to a sum, and the noise grows with it.
+    """,
+)
+GRID = parameter(
+    default=None,
+    ranges=[POSITIVE, None],
+    text="""
+        float or None
+            Distance of the public values that rows are rounded to with ``publish="clients"``. None:
+            a 1024th of the distance of the bounds.
+    """,
+)
+TARGET = parameter(
+    default="population",
+    ranges=[StrOptions({"population", "table"})],
+    text="""
+        {"population", "table"}
+            What published estimates and intervals are for: "population", the mean of all rows that
+            a client could have; "table", the mean of the rows that are there.
+    """,
+)
+ROWS_PER_PERSON = parameter(
+    default=None,
+    ranges=[Interval(Integral, 1, None, closed="left"), None],
+    text="""
+        int or None
+            Number of rows that a person has at most, for the privacy report: a person has so many
+            times `epsilon`. None: unknown.
     """,
 )

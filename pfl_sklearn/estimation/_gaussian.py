@@ -30,7 +30,15 @@ from pfl_sklearn._parameters import (
 )
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import read_rows
-from pfl_sklearn.estimation._fields import PARTICIPANTS, UNCERTAINTY
+from pfl_sklearn.estimation._fields import (
+    BOUNDS,
+    GRID,
+    PARTICIPANTS,
+    PUBLISH,
+    ROWS_PER_PERSON,
+    TARGET,
+    UNCERTAINTY,
+)
 from pfl_sklearn.estimation._gaussian_release import (
     gaussian_from_release,
     gaussian_prior_events,
@@ -54,6 +62,8 @@ from pfl_sklearn.estimation._mixture_means import (
     mixture_from_release,
     mixture_prior_events,
 )
+from pfl_sklearn.estimation._published._base import PublishesClients, published_events
+from pfl_sklearn.estimation._published._gaussian import check_published_means, published_means
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.priors._resolve import default_prior, resolve_prior
@@ -90,7 +100,9 @@ _ESTIMATORS = {
 
 
 @with_parameters
-class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, BaseClientMean):
+class GaussianMean(
+    MeanRegressorMixin, PublishesClients, AccumulatedStatisticsMixin, PrivateFit, BaseClientMean
+):
     r"""Each client's mean, shrunk towards the population as far as the data warrant.
 
     Rows :math:`x_{ij}` of client i vary around its mean, and the means around the population's:
@@ -114,7 +126,9 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
         the uncertainty of the population mean and, as `uncertainty` says, of the variances. Under a
         mixture prior it includes only what a release adds to the components' means.
     local_means_ : ndarray of shape (n_clients,) or (n_clients, d)
-        Each client's own (weighted) mean.
+        Each client's own (weighted) mean; with ``publish="clients"`` plus noise.
+    noise_std_ : ndarray of shape (n_clients,)
+        Standard deviation of that noise, with ``publish="clients"``.
     shrinkage_ : ndarray of the shape of `means_`
         Weight on the population: 0 is the client's own mean, 1 the population's. Under a mixture
         prior it is averaged over components; under a DiscretePrior it is 1.
@@ -183,8 +197,17 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
     released gain is too small for its noise, or if BIC prefers one Gaussian. So does a client that
     was clipped, or is implausibly far from every component (probability 1e-3).
 
-    The privacy promise does not cover the clients' own estimates (`means_`): client i may see its
-    own (joint differential privacy). Hand it over with :meth:`for_client`.
+    *Published tables* (``unit="row"``, ``publish="clients"``; :ref:`publishing`). Sums of rows get
+    discrete Laplace noise, with .9 of `epsilon`, and squares of rows around their clients' means
+    with the rest, unless `noise_variance` is given. All attributes follow from these and from
+    public numbers, and may be published; :meth:`for_client` and :meth:`release` hand out the whole
+    table. Estimates and intervals are averaged over the populations that the release leaves
+    plausible, with uniform priors within `bounds`. Where every client has one row, and
+    `noise_variance` is not given, `target` must be "table", and `noise_variance_` is NaN. `delta`,
+    `trust`, `mechanism`, `method` and `uncertainty` have no effect.
+
+    Otherwise the privacy promise does not cover the clients' own estimates (`means_`): client i may
+    see its own (joint differential privacy). Hand it over with :meth:`for_client`.
 
     Memory beyond the input: ``8 (d + 1)`` bytes per row and ``40 (d + 1)`` per client; for k
     components another ``8 (2 d k + d + 3 k + 5)`` per client; below 1,000 clients with
@@ -209,7 +232,10 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
     _likelihood = "mean"
     _default_component = default_prior
     # Intervals are cut to a client as arrays are, so that its model holds its own posterior alone.
-    _client_attributes = (*BaseClientMean._client_attributes, "responsibilities_", "_intervals")
+    _client_attributes = (
+        *BaseClientMean._client_attributes,
+        *("responsibilities_", "noise_std_", "_intervals"),
+    )
     # The deviation of a new client follows from the population, so that it costs no privacy.
     _population_attributes = (*_PUBLIC_OF_MEANS, "_new_client_std")
 
@@ -322,6 +348,20 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
         """,
     )
     participants: Any = PARTICIPANTS
+    unit: str = parameter(
+        default="client",
+        ranges=[StrOptions({"client", "row"})],
+        text="""
+            {"client", "row"}
+                Whom `epsilon` protects: a client with all its rows, or a single row, whose client
+                is public. "row" goes with ``publish="clients"``.
+        """,
+    )
+    publish: str | None = PUBLISH
+    bounds: Any = BOUNDS
+    grid: float | None = GRID
+    target: str = TARGET
+    rows_per_person: int | None = ROWS_PER_PERSON
     ledger = parameter()
     unseen: str = UNSEEN
     random_state = parameter(
@@ -355,6 +395,8 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
         """
         prior = self._charged_prior(sample_weight)
         y = self._checked_targets(y)
+        if self.publish is not None:
+            return self._fit_published(prior, X, y, groups)
         # Estimates see outputs as columns; `attributes` takes the axis away again.
         columns = y[:, None] if y.ndim == 1 else y
         rows = read_rows(self, X, columns, groups, sample_weight)
@@ -426,6 +468,9 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse parameters that do not go together, before any data is touched."""
+        if self.publish is not None or self.unit != "client":
+            check_published_means(self, prior, sample_weight)
+            return
         estimators, release = _ESTIMATORS[type(prior)], selected_release(self)
         if release is not None:
             check_release(release, self, sample_weight)
@@ -438,6 +483,11 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
 
     def _check_statistics(self, statistics, weights):
         """Refuse what does not go with the columns and clients, before the ledger is charged."""
+        if self.publish is not None:
+            raise ValueError(
+                "fit_statistics cannot publish clients: their sums are not of whole steps of the "
+                "public grid; expected publish=None, or fit with the rows."
+            )
         d = statistics.n_targets
         known_vector("center", self.center, d)
         known_vector("noise_variance", self.noise_variance, d, "finite and non-negative")
@@ -454,11 +504,26 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
         is_released = selected_release(self) is not None
         with name_bad_columns(private=is_released):
             y = check_array(
-                y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0
+                y,
+                dtype=np.float64,
+                ensure_2d=False,
+                input_name="y",
+                ensure_min_samples=0,
+                # A refusal of a missing value would tell that one of the rows lacks it.
+                ensure_all_finite=self.publish is None,
             )
         if not is_released:  # with a release, a refusal would reveal a client's values
             check_float_range("y", y.ravel())
         return y
+
+    def _fit_published(self, prior, X, y, groups):
+        """Fit to noised sums of the rows, from which all attributes follow."""
+        if y.ndim > 1 and y.shape[1] > 1:
+            raise ValueError(f"publish='clients' needs one output; got y of shape {y.shape}.")
+        rows = read_rows(self, X, y.ravel(), groups, None)
+        ids, codes = rows.clients
+        attributes, report = published_means(self, prior, ids, codes, rows.y)
+        return self._store(ids, attributes, report, with_groups=groups is not None, X=X)
 
     def _estimate(self, prior, ids, exact, bounded):
         """Fitted population and clients, and the privacy report.
@@ -487,6 +552,8 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
         """Accounting events of a fit: () if nothing is released."""
         if math.isinf(self.epsilon):  # a quantizer, too, protects nobody
             return UNPROTECTED
+        if self.publish is not None:
+            return published_events(self)
         prior = resolve_prior(self)
         return _ESTIMATORS[type(prior)].events(selected_release(self), prior, self)
 

@@ -105,6 +105,9 @@ class PrivacyReport:
     epsilon_whole_client : float or None
         Epsilon at the same `delta` if all rows of a client are replaced, if `unit` is "row" and it
         is known.
+    rows_per_person : int or None
+        Number of rows that a person has at most, if `unit` is "row" and that is known. A person
+        has so many times `epsilon`.
     released, not_released : tuple of str
         What the promise covers, and what it does not cover.
     assumptions, warnings : tuple of str
@@ -141,6 +144,7 @@ class PrivacyReport:
     epsilon_outsiders: float | None = None
     epsilon_per_recipient: float | None = None
     epsilon_whole_client: float | None = None
+    rows_per_person: int | None = None
     released: tuple[str, ...] = ()
     not_released: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -234,6 +238,8 @@ class PrivacyReport:
                 rows += [("recipients", f"{alone}, {self.epsilon:.4g} against all together")]
             if self.epsilon_whole_client is not None:
                 rows += [("whole client", f"epsilon = {self.epsilon_whole_client:.4g} {_WHOLE}")]
+            if self.unit == "row" and self.epsilon > 0:
+                rows += [("person", self._person())]
             rows += [("adversary", self.adversary), ("mechanism", self._mechanism())]
             rows += [("accountant", self.accountant)]
         elif self.mechanism != "none":
@@ -247,6 +253,12 @@ class PrivacyReport:
         return "\n".join(["Privacy report", *report_lines(rows)])
 
     __repr__ = __str__
+
+    def _person(self) -> str:
+        k = self.rows_per_person
+        if k is None:
+            return "a row, not a person: with k rows a person has k times this epsilon"
+        return f"epsilon = {k * self.epsilon:.4g} for a person, who has at most {k} rows"
 
     def _promise(self) -> str:
         if math.isinf(self.epsilon):
@@ -344,6 +356,8 @@ def private_report(
     seeded_part: str = "",
     caveats: tuple[str, ...] = (),
     arithmetic: str = "",
+    tables: str = VALID_TABLES,
+    adversary: str = "",
     **more: Any,
 ) -> PrivacyReport:
     """Report of one private release, with the warnings that its facts imply.
@@ -361,7 +375,7 @@ def private_report(
     weaknesses += large_delta_warning(facts["delta"], n_clients)
     assumptions = (
         "the number of clients and of rows of each client are public",
-        VALID_TABLES,
+        tables,
         *more.pop("assumptions", ()),
         arithmetic or (_IDEAL_FLOATS if facts["noise_std"] is not None else _IDEAL_BITS),
     )
@@ -372,7 +386,7 @@ def private_report(
         **plain,
         n_clients=n_clients,
         noise_reproducible=seeded,
-        adversary=ADVERSARIES[facts["trust"]],
+        adversary=adversary or ADVERSARIES[facts["trust"]],
         assumptions=assumptions,
         warnings=tuple(weaknesses),
         **more,

@@ -13,6 +13,7 @@ import numpy as np
 from pfl_sklearn.privacy import (
     ClippedSum,
     DiscreteGaussianMechanism,
+    DiscreteLaplaceMechanism,
     FrequencyMoments,
     GaussianMechanism,
     OneBit,
@@ -42,6 +43,11 @@ def blind(monkeypatch):
         DiscreteGaussianMechanism,
         "privatize",
         lambda self, messages, rng: np.zeros(np.shape(messages)),
+    )
+    monkeypatch.setattr(
+        DiscreteLaplaceMechanism,
+        "privatize",
+        lambda self, values, rng=None: np.zeros_like(values),
     )
     ignore(SubsetSelection, "privatize", np.zeros_like)
     ignore(OneBit, "privatize", lambda x: np.full(np.shape(x), 0.5))

@@ -1,0 +1,127 @@
+"""Fits that protect rows and publish every client: parameters, checks, and what is handed out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+from sklearn.utils.validation import check_is_fitted
+
+from pfl_sklearn._fitted import check_report
+from pfl_sklearn.base import ClientMixin
+from pfl_sklearn.privacy import PureEvent
+from pfl_sklearn.privacy._report import private_report
+
+_ADVERSARY = (
+    "anyone who sees what is published, whatever they know of all other rows; whoever adds the "
+    "noise is trusted with the rows"
+)
+_TABLES = (
+    "values never cause a refusal: what is no number counts as the middle of the bounds, and the "
+    "rest is cut to them; only shapes, types and the public ids do"
+)
+
+
+def check_unit(params: Any, unit: str) -> None:
+    """Refuse combinations of `unit` and `publish` that promise nothing sensible."""
+    if params.publish is None and params.unit == "client":
+        return
+    if params.publish is None:
+        raise ValueError(
+            f"unit={params.unit!r} needs publish='clients', which prints every client's estimate; "
+            "without it, a fit protects whole clients (unit='client')."
+        )
+    if params.unit != unit:
+        raise ValueError(
+            f"publish='clients' needs unit={unit!r}; got unit={params.unit!r}, which would hide "
+            "the clients that are to be published."
+        )
+    if math.isinf(params.epsilon):
+        raise ValueError(
+            "publish='clients' needs a finite epsilon, the loss of one "
+            f"{unit}; got inf, which protects nobody."
+        )
+
+
+def refuse_unused(params: Any, names: tuple[str, ...]) -> None:
+    """Refuse parameters of other releases, which would have no effect."""
+    for name in names:
+        if getattr(params, name) is not None:
+            raise ValueError(f"{name} has no effect with publish='clients'; leave it at None.")
+
+
+def published_events(params: Any) -> tuple[PureEvent, ...]:
+    """Accounting events of a fit that publishes."""
+    return (PureEvent(float(params.epsilon), 0.0, "replace_one"),)
+
+
+def published_report(
+    params: Any, released: tuple[str, ...], facts: dict[str, Any], n_clients: int, *more: str
+) -> Any:
+    """Report of a fit that publishes every client."""
+    return private_report(
+        facts,
+        unit=params.unit,
+        rows_per_person=params.rows_per_person,
+        adversary=_ADVERSARY,
+        tables=_TABLES,
+        arithmetic="noise and sums are whole numbers, drawn and added exactly",
+        n_clients=n_clients,
+        seeded=params.random_state is not None,
+        released=released,
+        assumptions=("which client a row belongs to is public", *more),
+    )
+
+
+class PublishesClients(ClientMixin):
+    """Estimators of means whose fits may protect rows and publish every client."""
+
+    def for_client(self, client_id: Any) -> Self:
+        """Model of one client alone, or the whole model where every client is published.
+
+        Parameters
+        ----------
+        client_id : int, str, ...
+            One of ``clients_``.
+
+        Raises
+        ------
+        ValueError
+            If `client_id` was not seen in fit, or `privacy_` is not the report of the fitted
+            values.
+        """
+        alone = super().for_client(client_id)
+        return self._whole_copy() if self._is_published else alone
+
+    def release(self) -> Self:
+        """What the privacy statement covers: the population, or with ``publish="clients"`` all.
+
+        Raises
+        ------
+        ValueError
+            If ``privacy_.epsilon`` is infinite; if every client was published with a seed, with
+            which the noise can be removed; or if `privacy_` is not the report of the fitted values.
+        """
+        population = super().release()
+        if not self._is_published:
+            return population
+        if self.privacy_.noise_reproducible:
+            raise ValueError(
+                "release() of a fit with random_state would publish estimates whose noise anyone "
+                "who knows the seed can remove; fit with random_state=None."
+            )
+        return self._whole_copy()
+
+    @property
+    def _is_published(self):
+        check_is_fitted(self)
+        check_report(self)
+        return self.privacy_.unit != "client"
+
+    def _whole_copy(self):
+        """Copy of the model with all clients, without the ledger."""
+        model = self._population_copy()
+        names = ("clients_", "_fitted_with_groups", *self._client_attributes)
+        values = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        model._set_fitted(values, dropped=())
+        return model

@@ -1,0 +1,253 @@
+"""Means of all clients that may be published: what the fit gives, hands out and refuses."""
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from sklearn.base import clone
+
+from pfl_sklearn import GaussianMean, PrivacyWarning
+from pfl_sklearn.compose import ClientColumn
+from pfl_sklearn.datasets import load_radon
+from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.privacy import BudgetExceeded, DiscreteLaplaceMechanism, PrivacyLedger, privacy_of
+from pfl_sklearn.statistics import ClientStatistics
+
+PUBLISH = {
+    "unit": "row",
+    "publish": "clients",
+    "bounds": (-4.0, 4.0),
+    "unseen": "population",
+}
+RNG = np.random.default_rng(0)
+GROUPS = np.repeat([f"county {k:02d}" for k in range(40)], np.arange(40) % 10 + 3)
+CODES = np.unique(GROUPS, return_inverse=True)[1]
+THETA = RNG.normal(0.5, 0.7, 40)
+Y = THETA[CODES] + RNG.normal(size=len(GROUPS))
+X = np.zeros((len(Y), 1))
+
+
+def fit(y=Y, groups=GROUPS, **params):
+    """A fit that publishes; that a seed is no protection is tested by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "random_state was given", PrivacyWarning)
+        return GaussianMean(**{**PUBLISH, "epsilon": 4.0, **params}).fit(
+            np.zeros((len(y), 1)), y, groups=groups
+        )
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return fit()
+
+
+def means_of(y, groups):
+    return pd.Series(np.asarray(y)).groupby(np.asarray(groups)).mean().to_numpy()
+
+
+# Estimates ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["population", "table"])
+def test_estimates_are_nearer_than_noised_means(target):
+    model = fit(target=target, epsilon=1.0, random_state=0)
+    truth = THETA if target == "population" else means_of(Y, GROUPS)
+    noised, shrunken = (np.mean((est - truth) ** 2) for est in (model.local_means_, model.means_))
+    assert shrunken < 0.5 * noised
+    lower, upper = model.credible_interval()
+    assert np.mean((lower <= truth) & (truth <= upper)) > 0.8
+    assert (model.stds_ > 0).all()
+    assert ((model.shrinkage_ > 0) & (model.shrinkage_ < 1)).all()
+    assert abs(model.population_mean_ - 0.5) < 5 * model.population_mean_std_
+    assert model.predict([[0.0]], groups=["elsewhere"]) == model.population_mean_
+
+
+def test_without_much_noise_they_are_those_of_exact_means():
+    published = fit(epsilon=1e4, random_state=0, grid=8 / 2**19)
+    exact = GaussianMean().fit(X, np.clip(Y, -4, 4), groups=GROUPS)
+    assert_allclose(published.local_means_, exact.local_means_, atol=1e-3)
+    assert_allclose(published.means_, exact.means_, atol=0.05)
+    assert_allclose(published.stds_, exact.stds_, rtol=0.05)
+    assert published.noise_variance_ == pytest.approx(exact.noise_variance_, rel=0.03)
+    of_table = fit(epsilon=1e4, random_state=0, target="table", grid=8 / 2**19)
+    assert_allclose(of_table.means_, exact.local_means_, atol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["population", "table"])
+@pytest.mark.parametrize(("m", "n"), [(8, 50), (50, 5)])
+def test_intervals_cover(m, n, target):
+    hits = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        theta, groups = rng.normal(0, 0.6, m), np.repeat(np.arange(m), n)
+        y = theta[groups] + rng.normal(size=m * n)
+        model = fit(y, groups, epsilon=1.0, target=target, random_state=seed)
+        truth = theta if target == "population" else means_of(np.clip(y, -4, 4), groups)
+        lower, upper = model.credible_interval()
+        hits.append(np.mean((lower <= truth) & (truth <= upper)))
+    assert 0.92 < np.mean(hits) < 0.985
+
+
+def test_radon():
+    homes = load_radon().frame
+    y, county = homes["log_radon"], homes["county_fips"]
+    model = fit(y, county, epsilon=1.0, bounds=(-2.5, 4.5), target="table", random_state=0)
+    exact = y.clip(-2.5, 4.5).groupby(county).mean().to_numpy()
+    noised, shrunken = (
+        np.sqrt(np.mean((v - exact) ** 2)) for v in (model.local_means_, model.means_)
+    )
+    assert shrunken < 0.35 * noised
+
+
+def test_known_parameters():
+    model = fit(prior=GaussianPrior(0.5, 0.5), noise_variance=1.0)
+    assert (model.population_mean_, model.population_mean_std_) == (0.5, 0.0)
+    assert model.prior_.covariance == pytest.approx(0.5)
+    assert model.noise_variance_ == pytest.approx(1.0)
+    assert "squares" not in model.privacy_.mechanism
+    assert model.icc_ == pytest.approx(1 / 3)
+
+
+def test_clients_of_one_row():
+    groups = np.arange(30)
+    y = np.random.default_rng(0).normal(size=30)
+    model = fit(y, groups, target="table")
+    assert np.isnan(model.noise_variance_)
+    assert np.isnan(model.icc_)
+    assert np.isfinite(model.means_).all()
+    with pytest.raises(ValueError, match=r"every client has one row.*target='table'"):
+        fit(y, groups)
+    assert np.isfinite(fit(y, groups, noise_variance=1.0).means_).all()
+    alone = fit(y[:6], np.zeros(6, dtype=int))
+    assert np.isfinite([alone.means_[0], alone.stds_[0]]).all()
+
+
+def test_values_that_are_no_numbers_count_as_the_middle(monkeypatch):
+    monkeypatch.setattr(
+        DiscreteLaplaceMechanism, "privatize", lambda self, values, rng=None: values
+    )
+    y = Y.copy()
+    y[:6] = [np.nan, np.inf, -np.inf, 1e308, -1e308, 9.0]
+    expected = y.copy()
+    expected[:6] = [0.0, 0.0, 0.0, 4.0, -4.0, 4.0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fit(y).local_means_
+    assert_allclose(found, means_of(np.clip(expected, -4, 4), GROUPS), atol=0.01)
+
+
+# What is handed out -------------------------------------------------------------------------------
+
+
+def test_everything_is_covered(fitted):
+    report = fitted.privacy_
+    assert (report.unit, report.relation, report.epsilon, report.delta) == (
+        *("row", "replace_one"),
+        *(4.0, 0.0),
+    )
+    assert report.not_released == ()
+    assert {"means_", "local_means_", "noise_std_", "shrinkage_"} <= set(report.released)
+    assert "a row, not a person" in str(report)
+    assert privacy_of(fitted).epsilon == 4.0
+    with_persons = fit(rows_per_person=3).privacy_
+    assert "epsilon = 12 for a person, who has at most 3 rows" in str(with_persons)
+    assert type(report).from_dict(with_persons.to_dict()) == with_persons
+
+
+def test_the_table_shows_the_noise(fitted):
+    table = fitted.summary()
+    assert list(table.columns[:4]) == ["n_samples", "local_mean", "noise_std", "mean"]
+    expected = np.sqrt(2) * 8 / (0.9 * 4 * fitted.n_samples_per_client_)
+    assert_allclose(table["noise_std"], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("hand_out", ["pickle", "copy", "release", "for_client"])
+def test_copies_hold_the_whole_table(fitted, hand_out):
+    again = {
+        "pickle": lambda: pickle.loads(pickle.dumps(fitted)),
+        "copy": lambda: copy.deepcopy(fitted),
+        "release": fitted.release,
+        "for_client": lambda: fitted.for_client("county 03"),
+    }[hand_out]()
+    assert_array_equal(again.predict(X, groups=GROUPS), fitted.predict(X, groups=GROUPS))
+    pd.testing.assert_frame_equal(again.summary(), fitted.summary())
+
+
+def test_models_of_unknown_clients(fitted):
+    with pytest.raises(ValueError, match="not one of the 40 clients"):
+        fitted.for_client("elsewhere")
+
+
+def test_a_seed_is_no_release():
+    model = GaussianMean(**PUBLISH, epsilon=4.0, random_state=0)
+    with pytest.warns(PrivacyWarning, match="random_state was given"):
+        model.fit(X, Y, groups=GROUPS)
+    again = fit(random_state=0)
+    assert_array_equal(model.means_, again.means_)
+    with pytest.raises(ValueError, match=r"release\(\) of a fit with random_state"):
+        model.release()
+    assert not np.array_equal(fit().local_means_, fit().local_means_)
+
+
+def test_every_fit_is_a_release(tmp_path):
+    ledger = PrivacyLedger(tmp_path / "ledger", budget=(9.0, 0.5), unit="row")
+    for _ in range(2):
+        fit(ledger=ledger)
+    with pytest.raises(BudgetExceeded):
+        fit(ledger=ledger)
+    other = PrivacyLedger(tmp_path / "other", budget=(9.0, 0.5))
+    with pytest.raises(ValueError, match="unit"):
+        fit(ledger=other)
+
+
+def test_with_the_client_in_a_column(fitted):
+    rows = pd.DataFrame({"county": GROUPS, "x": 0.0})
+    model = ClientColumn(GaussianMean(**PUBLISH, epsilon=4.0), column="county").fit(rows, Y)
+    assert model.predict(rows).shape == Y.shape
+    assert privacy_of(model).epsilon == 4.0
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"epsilon": np.inf}, "needs a finite epsilon"),
+        ({"unit": "client"}, r"publish='clients' needs unit='row'"),
+        ({"publish": None}, r"unit='row' needs publish='clients'"),
+        ({"bounds": None}, "bounds must be given"),
+        ({"bounds": (1.0, -1.0)}, "bounds must be two finite numbers"),
+        ({"grid": 9.0}, "grid=9.0 must divide"),
+        ({"clip_norm": 1.0}, "clip_norm has no effect"),
+        ({"participants": ["county 01", "county 02"]}, "participants has no effect"),
+        ({"prior": "discrete"}, "needs a Gaussian prior"),
+        ({"prior": GaussianPrior(covariance_type="diag")}, "needs a Gaussian prior"),
+    ],
+)
+def test_parameters_that_do_not_go_together(params, message, tmp_path):
+    ledger = PrivacyLedger(tmp_path / "ledger", unit="row")
+    with pytest.raises(ValueError, match=message):
+        fit(**params, ledger=ledger)
+    assert ledger.entries == []
+
+
+def test_input_that_does_not_fit():
+    model = GaussianMean(**PUBLISH, epsilon=1.0)
+    with pytest.raises(ValueError, match="sample_weight is not supported"):
+        clone(model).fit(X, Y, groups=GROUPS, sample_weight=np.ones(len(Y)))
+    with pytest.raises(ValueError, match="one output"):
+        clone(model).fit(X, np.column_stack([Y, Y]), groups=GROUPS)
+    with pytest.raises(ValueError) as refused:
+        clone(model).fit(X, ["secret", *Y[1:]], groups=GROUPS)
+    assert "secret" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"partial_fit.*epsilon"):
+        clone(model).partial_fit(X, Y, groups=GROUPS)
+    statistics = ClientStatistics.from_rows(X, Y, groups=GROUPS)
+    with pytest.raises(ValueError, match="fit_statistics cannot publish clients"):
+        clone(model).fit_statistics(statistics)

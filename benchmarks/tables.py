@@ -225,18 +225,25 @@ def computed(cell, results, deadline):
     found = {**cell._asdict(), "n_train": len(train), "n_test": len(test)}
     if cell.method not in OURS:
         signal.signal(signal.SIGPROF, _too_slow)
-        signal.setitimer(signal.ITIMER_PROF, 60 * LIMIT)
+        # Again every second after that, because GPBoost goes on to its next setting after an error.
+        signal.setitimer(signal.ITIMER_PROF, 60 * LIMIT, 1.0)
+    reason = None
     try:
         folds = inner_folds(cell.kind, groups[train], past)
         model, setting = tuned_fit(cell.method, task.has_classes, table, folds, given)
     except NotPossibleError as error:
-        return {**found, "not_possible": str(error)}
+        reason = str(error)
     except Exception as error:
         if cell.method in OURS:
             raise
-        return {**found, "not_possible": f"{type(error).__name__}: {error}"}
-    signal.setitimer(signal.ITIMER_PROF, 0)
+        reason = f"{type(error).__name__}: {error}"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
     seconds = time.process_time() - began
+    if cell.method not in OURS and seconds > 60 * LIMIT:  # whatever became of the interruption
+        reason = _TOO_LONG
+    if reason is not None:
+        return {**found, "not_possible": reason}
     outputs = model.outputs(X.iloc[test], np.where(known, groups[test], -1))
     of_rows = losses(np.asarray(outputs, dtype=float), y[test], task.has_classes)
     parts = {name: getattr(getattr(model, "estimator", None), name, None) for name in _PARTS}

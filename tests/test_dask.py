@@ -157,6 +157,7 @@ def threads():
             yield client
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_nets_in_threads_of_a_cluster_give_the_same_bits(threads):
     _check_net("AdaPeDClassifier", threads)

@@ -226,6 +226,7 @@ def test_classes():
     assert mixed.weights_[:, 0].mean() > 0.7
 
 
+@pytest.mark.slow
 def test_rows_without_weight_are_no_steps():
     X, y, groups = series((14, 14, 3), noise=0.1)
     weights = np.where(np.arange(len(y)) % 4 == 1, 0.0, 2.0)

@@ -316,6 +316,7 @@ def test_estimators_that_know_no_levels_stay_as_they_are(estimator):
     assert with_levels(estimator, ["item"]) is estimator
 
 
+@pytest.mark.slow
 def test_the_final_model_of_classes_groups_by_the_column():
     X, y, groups = table()
     trees = [("trees", HistGradientBoostingClassifier(max_iter=5))]

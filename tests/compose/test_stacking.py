@@ -540,6 +540,7 @@ def test_a_few_clients_of_classes(n_clients):
     assert np.isfinite(model.predict_proba(X[:3], groups=[9, 9, 9])).all()
 
 
+@pytest.mark.slow
 def test_a_class_that_folds_lack():
     """One client alone has it: fits to the others give it no chance."""
     X, y, groups = labels(n_clients=6, n_rows=15)

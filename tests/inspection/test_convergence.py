@@ -244,6 +244,7 @@ def test_a_fit_that_ends_by_itself_went_back():
         draw(model, scores=monitor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantities", [None, "clip_norm"])
 def test_nothing_is_cut_off(private, quantities):
     display = draw(private, quantities=quantities, scores=pd.Series([1e-7], index=[3], name="r2"))

@@ -299,6 +299,7 @@ def test_a_likelihood_that_is_flat_far_away_has_no_maximum_there(seed, pure):
     assert model.prior_.covariance[0, 0] ** 0.5 < 5
 
 
+@pytest.mark.slow
 def test_too_few_points_for_clients_far_apart_warn():
     """Two of 40 clients have rows of both classes; 61 points say 18,000 for 1,135."""
     rng = np.random.default_rng(0)

@@ -126,6 +126,7 @@ def test_bounds_without_uncertainty_are_quantiles():
     np.testing.assert_allclose([lower, upper], [law.ppf(0.05), law.ppf(0.95)], rtol=5e-3)
 
 
+@pytest.mark.slow
 def test_held_out_rows_choose_what_varies_and_residuals_are_normal(fitted):
     model, X, y, codes, _ = fitted
     shown = ResidualsDisplay.from_estimator(model, X[::5], y[::5], groups=codes[::5])

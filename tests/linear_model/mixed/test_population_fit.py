@@ -79,6 +79,7 @@ def test_one_client_with_two_classes_among_pure_ones():
     assert 2 < model.prior_.covariance[0, 0] ** 0.5 < 8
 
 
+@pytest.mark.slow
 def test_a_large_spread_that_the_data_support_is_left_alone():
     """13.9 logits between clients, with 100 rows each."""
     rows = simulate(40, 100, sd=8.0)

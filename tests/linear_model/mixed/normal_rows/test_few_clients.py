@@ -155,6 +155,7 @@ def test_the_averages_fade_out(m, share):
     np.testing.assert_allclose(model.coef_std_, plug_in.coef_std_, rtol=0.15)
 
 
+@pytest.mark.slow
 def test_few_rows_warn_and_keep_their_noise():
     """Restricted likelihood ended at noise variances of 1e-13 to 1e-8 for 1."""
     X, y, codes, _ = draw(6, 2, 3, seed=3)

@@ -130,12 +130,11 @@ def _spreads(released, taus, sigmas):
 
 def _log_likelihoods(released, means, spreads):
     """Log-likelihoods (t,) of population means (t,) and spreads (t, m)."""
-    return np.array(
-        [
-            log_density(released.means - mean, spread, released.scales).total.sum()
-            for mean, spread in zip(means, spreads, strict=True)
-        ]
-    )
+    step, blocks = max(_CELLS_AT_ONCE // len(released.means), 1), []
+    for part in (slice(start, start + step) for start in range(0, len(means), step)):
+        distances = released.means - means[part, None]
+        blocks.append(log_density(distances, spreads[part], released.scales).total.sum(axis=1))
+    return np.concatenate(blocks)
 
 
 def _modes(released, known, spreads):

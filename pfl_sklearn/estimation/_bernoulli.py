@@ -34,7 +34,13 @@ from pfl_sklearn.estimation._counts import (
     encode_labels,
     successes_and_trials,
 )
-from pfl_sklearn.estimation._fields import PARTICIPANTS, UNCERTAINTY
+from pfl_sklearn.estimation._fields import (
+    PARTICIPANTS,
+    PUBLISH,
+    ROWS_PER_PERSON,
+    TARGET,
+    UNCERTAINTY,
+)
 from pfl_sklearn.estimation._plausible_betas import BetaPriors
 from pfl_sklearn.estimation._printed._proportions import (
     PRINTED_WEIGHTS,
@@ -42,6 +48,12 @@ from pfl_sklearn.estimation._printed._proportions import (
     proportions_of_shares,
 )
 from pfl_sklearn.estimation._proportion_reports import check_trust, proportions_from_release
+from pfl_sklearn.estimation._published._base import PublishesClients, published_events
+from pfl_sklearn.estimation._published._count_attributes import (
+    check_published_counts,
+    publish_counts,
+)
+from pfl_sklearn.estimation._published._counts import BINOMIAL
 from pfl_sklearn.priors import BetaPrior, GridPrior
 from pfl_sklearn.priors._resolve import default_prior, resolve_prior
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
@@ -66,7 +78,9 @@ _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
 
 
 @with_parameters
-class BernoulliMean(ClientClassifierMixin, AccumulatedStatisticsMixin, PrivateFit, BaseClientMean):
+class BernoulliMean(
+    ClientClassifierMixin, PublishesClients, AccumulatedStatisticsMixin, PrivateFit, BaseClientMean
+):
     r"""Each client's probability of a binary outcome, shrunk as far as the data warrant.
 
     Client i has :math:`z_i` successes in :math:`n_i` trials:
@@ -90,7 +104,9 @@ class BernoulliMean(ClientClassifierMixin, AccumulatedStatisticsMixin, PrivateFi
         ``mechanism="one_bit"`` means may lie outside [0, 1] (predicted probabilities are clipped),
         and `stds_` is NaN.
     local_means_ : ndarray of shape (n_clients,)
-        Each client's own share of successes.
+        Each client's own share of successes; with ``publish="clients"`` plus noise.
+    noise_std_ : ndarray of shape (n_clients,)
+        Standard deviation of that noise, with ``publish="clients"``.
     shrinkage_ : ndarray of shape (n_clients,)
         Weight on the population: 0 is the client's own share, 1 the population's. For a grid prior,
         the weight under the beta prior with the same mean and variance.
@@ -132,9 +148,14 @@ class BernoulliMean(ClientClassifierMixin, AccumulatedStatisticsMixin, PrivateFi
     `uncertainty` says; after private fits, of the beta distribution with mean `means_` and standard
     deviation `stds_`.
 
-    The privacy promise does not cover the clients' own estimates: client i may see its own (joint
-    differential privacy). Hand it over with :meth:`for_client`. Random bits are drawn by comparing
-    integers with a fixed-point threshold.
+    *Published tables* (``unit="row"``, ``publish="clients"``; :ref:`publishing`): every client's
+    number of successes gets discrete Laplace noise. All attributes follow from the noised counts
+    and from public numbers; :meth:`for_client` and :meth:`release` hand out the whole table.
+    `delta`, `trust`, `mechanism`, `method` and `uncertainty` have no effect.
+
+    Otherwise the privacy promise does not cover the clients' own estimates: client i may see its
+    own (joint differential privacy). Hand it over with :meth:`for_client`. Random bits are drawn by
+    comparing integers with a fixed-point threshold.
 
     Memory beyond the input: 28 bytes per row and 60 per client (80 with `participants`); for subset
     selection another ``17 (n + 1)`` bytes per client while it draws.
@@ -157,6 +178,7 @@ class BernoulliMean(ClientClassifierMixin, AccumulatedStatisticsMixin, PrivateFi
     # The priors are those that intervals average over. After a release they are None.
     _population_attributes = (*_PUBLIC_OF_PROPORTIONS, "classes_", "_priors")
     _state_attributes = ("_posterior_is_exact",)
+    _client_attributes = (*BaseClientMean._client_attributes, "noise_std_", "_intervals")
 
     prior: Any = parameter(
         default="beta",
@@ -212,6 +234,18 @@ class BernoulliMean(ClientClassifierMixin, AccumulatedStatisticsMixin, PrivateFi
         """,
     )
     participants: Any = PARTICIPANTS
+    unit: str = parameter(
+        default="client",
+        ranges=[StrOptions({"client", "row"})],
+        text="""
+            {"client", "row"}
+                Whom `epsilon` protects: a client with all its trials, or the outcome of a single
+                trial. "row" goes with ``publish="clients"``.
+        """,
+    )
+    publish: str | None = PUBLISH
+    target: str = TARGET
+    rows_per_person: int | None = ROWS_PER_PERSON
     ledger = parameter()
     unseen: str = UNSEEN
     random_state = parameter()
@@ -386,6 +420,8 @@ class BernoulliMean(ClientClassifierMixin, AccumulatedStatisticsMixin, PrivateFi
 
     def _interval(self, level):
         """Bounds of the central intervals: quantiles of the posterior, or of a matched beta."""
+        if hasattr(self, "_intervals"):  # of a published table
+            return self._intervals.central(level)
         # Averages over priors, as after a release, and printed weights are no prior's posterior.
         if not self._posterior_is_exact:
             tails = (1 - level) / 2, (1 + level) / 2
@@ -397,12 +433,17 @@ class BernoulliMean(ClientClassifierMixin, AccumulatedStatisticsMixin, PrivateFi
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
+        if self.publish is not None:
+            return published_events(self)
         # The numbers of trials decide whether a server releases a histogram or moments. When a
         # client contributes nothing, the moments have the larger relative sensitivity.
         return count_events(resolve_prior(self), self, zero_out=1.0)
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse combinations of parameters that do not go together."""
+        if self.publish is not None or self.unit != "client":
+            check_published_counts(self, prior, BINOMIAL, "row", ("participants",), sample_weight)
+            return
         # With a known prior clients send nothing, so that trust and mechanism do not matter.
         releases = math.isfinite(self.epsilon) and not prior.is_known
         if math.isfinite(self.epsilon) and sample_weight is not None:
@@ -428,6 +469,9 @@ class BernoulliMean(ClientClassifierMixin, AccumulatedStatisticsMixin, PrivateFi
 
     def _estimate(self, prior, ids, successes, trials):
         """Fit to the counts of the clients: fitted attributes and privacy report."""
+        if self.publish is not None:
+            attributes, report, _ = publish_counts(self, prior, BINOMIAL, successes, trials)
+            return {**attributes, "n_samples_per_client_": trials.astype(np.int64)}, report
         table, sends = count_table(successes, trials), participant_mask(self.participants, ids)
         senders = table if sends.all() else count_table(successes[sends], trials[sends])
         if math.isfinite(self.epsilon) and not prior.is_known:

@@ -71,7 +71,7 @@ ROWS_PER_PERSON = parameter(
     ranges=[Interval(Integral, 1, None, closed="left"), None],
     text="""
         int or None
-            Number of rows that a person has at most, for the privacy report: a person has so many
-            times `epsilon`. None: unknown.
+            Number of rows (or events) that a person has at most, for the privacy report: a person
+            has so many times `epsilon`. None: unknown.
     """,
 )

@@ -44,8 +44,20 @@ from pfl_sklearn.estimation._counts import (
     exposure_table,
     nearly_whole,
 )
-from pfl_sklearn.estimation._fields import PARTICIPANTS, UNCERTAINTY
+from pfl_sklearn.estimation._fields import (
+    PARTICIPANTS,
+    PUBLISH,
+    ROWS_PER_PERSON,
+    TARGET,
+    UNCERTAINTY,
+)
 from pfl_sklearn.estimation._plausible_gammas import GammaPriors, new_client_variance
+from pfl_sklearn.estimation._published._base import PublishesClients, published_events
+from pfl_sklearn.estimation._published._count_attributes import (
+    check_published_counts,
+    publish_counts,
+)
+from pfl_sklearn.estimation._published._counts import POISSON
 from pfl_sklearn.estimation._rate_reports import rates_from_release
 from pfl_sklearn.priors import GammaPrior, GridPrior
 from pfl_sklearn.priors._resolve import default_prior, resolve_prior
@@ -60,7 +72,9 @@ _PUBLIC_OF_RATES = ("population_mean_", "population_mean_std_", "prior_", "icc_"
 
 
 @with_parameters
-class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, BaseClientMean):
+class PoissonMean(
+    MeanRegressorMixin, PublishesClients, AccumulatedStatisticsMixin, PrivateFit, BaseClientMean
+):
     r"""Each client's rate of events, shrunk as far as the data warrant: credibility.
 
     Client i has :math:`y_i` events over an exposure :math:`E_i`:
@@ -87,7 +101,9 @@ class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, Ba
     means_, stds_ : ndarrays of shape (n_clients,)
         Posterior mean and standard deviation of each client's rate, per unit of exposure.
     local_means_ : ndarray of shape (n_clients,)
-        Each client's own rate, events over exposure.
+        Each client's own rate, events over exposure; with ``publish="clients"`` plus noise.
+    noise_std_ : ndarray of shape (n_clients,)
+        Standard deviation of that noise, with ``publish="clients"``.
     shrinkage_ : ndarray of shape (n_clients,)
         Weight on the population, one minus the credibility: 0 is the client's own rate, 1 the
         population's. For a grid prior, the weight under the gamma prior with the same mean and
@@ -141,9 +157,14 @@ class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, Ba
     mean `means_` and standard deviation `stds_`. A grid prior takes 60 EM steps from that average;
     without a `high` it ends at four times the rate of `cap` events in the median exposure.
 
-    The privacy promise does not cover the clients' own estimates: client i may see its own (joint
-    differential privacy). Hand it over with :meth:`for_client`. Clients outside `participants` have
-    an epsilon of 0, unless scores of their rows choose parameters.
+    *Published tables* (``unit="event"``, ``publish="clients"``; :ref:`publishing`): every client's
+    number of events gets discrete Laplace noise. All attributes follow from the noised counts and
+    from public numbers; :meth:`for_client` and :meth:`release` hand out the whole table. `delta`,
+    `trust`, `method` and `uncertainty` have no effect.
+
+    Otherwise the privacy promise does not cover the clients' own estimates: client i may see its
+    own (joint differential privacy). Hand it over with :meth:`for_client`. Clients outside
+    `participants` have an epsilon of 0, unless scores of their rows choose parameters.
 
     Memory beyond the input: 33 bytes per row and 64 per client (120 if their exposures differ); for
     subset selection another 17 bytes per cell and client while it draws.
@@ -175,7 +196,10 @@ class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, Ba
     _default_component = default_prior
     # The priors are those that intervals average over.
     _population_attributes = (*_PUBLIC_OF_RATES, "_new_client_std", "_priors")
-    _client_attributes = (*BaseClientMean._client_attributes, "exposure_per_client_")
+    _client_attributes = (
+        *BaseClientMean._client_attributes,
+        *("exposure_per_client_", "noise_std_", "_intervals"),
+    )
     _state_attributes = ("_fitted_with_exposure", "_posterior_is_exact")
 
     prior: Any = parameter(
@@ -236,6 +260,18 @@ class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, Ba
         """,
     )
     participants: Any = PARTICIPANTS
+    unit: str = parameter(
+        default="client",
+        ranges=[StrOptions({"client", "event"})],
+        text="""
+            {"client", "event"}
+                Whom `epsilon` protects: a client with all its counts, or a single event, which is
+                there or not. "event" goes with ``publish="clients"``.
+        """,
+    )
+    publish: str | None = PUBLISH
+    target: str = TARGET
+    rows_per_person: int | None = ROWS_PER_PERSON
     ledger = parameter()
     unseen: str = UNSEEN
     random_state = parameter()
@@ -434,6 +470,8 @@ class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, Ba
 
     def _interval(self, level):
         """Bounds of the central intervals: quantiles of the posterior, or of a matched gamma."""
+        if hasattr(self, "_intervals"):  # of a published table
+            return self._intervals.central(level)
         if not self._posterior_is_exact:  # an average over priors, as after a release
             tails = (1 - level) / 2, (1 + level) / 2
             return GammaPriors.matched_quantiles(self.means_, self.stds_, tails)
@@ -444,11 +482,17 @@ class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, Ba
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
+        if self.publish is not None:
+            return published_events(self)
         zero_out = HISTOGRAM_ZERO_OUT_SENSITIVITY / HISTOGRAM_SENSITIVITY
         return count_events(resolve_prior(self), self, zero_out)
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse combinations of parameters that do not go together."""
+        if self.publish is not None or self.unit != "client":
+            unused = "participants", "cap"
+            check_published_counts(self, prior, POISSON, "event", unused, sample_weight)
+            return
         if math.isfinite(self.epsilon) and sample_weight is not None:
             raise ValueError("sample_weight is not supported with a finite epsilon.")
         # With a known prior clients send nothing, so that trust and cap do not matter.
@@ -488,6 +532,9 @@ class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, Ba
         events, exposed, n_rows = reduced
         if math.isfinite(self.epsilon):  # else too many are refused
             events = np.minimum(events, LARGEST_TOTAL)
+        if self.publish is not None:
+            attributes, report, spread = publish_counts(self, prior, POISSON, events, exposed)
+            return attributes | _of_exposure(n_rows, exposed, spread, with_exposure), report
         table = exposure_table(events, exposed)
         sends = participant_mask(self.participants, ids)
         senders = table if sends.all() else exposure_table(events[sends], exposed[sends])
@@ -501,15 +548,21 @@ class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, Ba
         new_variance = new_client_variance(fitted)  # follows from the population alone
         if releases:
             fitted = keep_own_if_single(fitted, table, GammaPriors)
-        attributes = fitted.attributes(table) | {
-            "n_samples_per_client_": n_rows,
-            "exposure_per_client_": exposed,
-            "_new_client_std": math.sqrt(new_variance),
-            "_fitted_with_exposure": with_exposure,
-        }
+        attributes = fitted.attributes(table)
+        attributes |= _of_exposure(n_rows, exposed, math.sqrt(new_variance), with_exposure)
         per_client = (*CLIENT_ATTRIBUTES, "exposure_per_client_")
         report = report_of_fit(self, _PUBLIC_OF_RATES, per_client, sends, entries)
         return attributes, report
+
+
+def _of_exposure(n_rows, exposed, new_client_std, with_exposure):
+    """Fitted attributes that other counts do not have."""
+    return {
+        "n_samples_per_client_": n_rows,
+        "exposure_per_client_": exposed,
+        "_new_client_std": new_client_std,
+        "_fitted_with_exposure": with_exposure,
+    }
 
 
 def _deviance(counts, expected, weights):

@@ -55,7 +55,7 @@ class PrivacyLedger:
         Neighbouring relation of the total. None takes that of an existing file, and "replace_one"
         for a new file. Local mechanisms and private clustering have a finite epsilon under
         "replace_one" only.
-    unit : {"client", "row"} or None, default=None
+    unit : {"client", "row", "event"} or None, default=None
         What is protected; fits with another unit are refused. None takes that of an existing file,
         and "client" for a new file.
 
@@ -172,7 +172,7 @@ class PrivacyLedger:
             Accounting events of one fit; empty for a fit that releases nothing.
         what : str
             What spends them, for example the name of the estimator.
-        unit : {"client", "row"}, default="client"
+        unit : {"client", "row", "event"}, default="client"
             What the events protect.
         seed : int, RandomState instance or None, default=None
             Seed of the noise; None if the operating system provides it. If an earlier entry has the

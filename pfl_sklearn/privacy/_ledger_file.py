@@ -31,7 +31,10 @@ except ImportError:  # not a POSIX system: no lock, hence no ledger, but the pac
 # mechanisms and private clustering have a finite epsilon under no other.
 _DEFAULTS = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "client"}
 _FORMAT, _VERSION = "pfl_sklearn privacy ledger", 2
-_CHOICES = {"relation": ("replace_one", "zero_out", "add_remove"), "unit": ("client", "row")}
+_CHOICES = {
+    "relation": ("replace_one", "zero_out", "add_remove"),
+    "unit": ("client", "row", "event"),
+}
 _SETTINGS = {"id", "budget", "delta", "relation", "unit"}
 # "process" and "seed" may be missing: the total needs neither.
 _ENTRY_KEYS = {"entry", "time", "what", "unit", "events", "previous"}

@@ -26,6 +26,7 @@ _RELATION_NAMES = {
     ("row", "replace_one"): "one row replaced by any other",
     ("row", "add_remove"): "one row added or removed",
     ("row", "zero_out"): "one row's contribution replaced by nothing",
+    ("event", "add_remove"): "one event added or removed",
 }
 # What no epsilon covers, by the task of a search that a fit is.
 CHOSEN = (
@@ -76,8 +77,9 @@ class PrivacyReport:
         clients; `warnings` then gives the reason.
     mechanism : str
         How the release is randomized.
-    unit : {"client", "row"}
-        What is protected: all rows of a client together, or a single row.
+    unit : {"client", "row", "event"}
+        What is protected: all rows of a client together, a single row, or a single event that is
+        counted.
     relation : {"replace_one", "zero_out", "add_remove"}
         Which tables are neighbours, so that (`epsilon`, `delta`) limits how well they can be
         distinguished.
@@ -106,8 +108,8 @@ class PrivacyReport:
         Epsilon at the same `delta` if all rows of a client are replaced, if `unit` is "row" and it
         is known.
     rows_per_person : int or None
-        Number of rows that a person has at most, if `unit` is "row" and that is known. A person
-        has so many times `epsilon`.
+        Number of rows (or events) that a person has at most, if `unit` is not "client" and that is
+        known. A person has so many times `epsilon`.
     released, not_released : tuple of str
         What the promise covers, and what it does not cover.
     assumptions, warnings : tuple of str
@@ -238,7 +240,7 @@ class PrivacyReport:
                 rows += [("recipients", f"{alone}, {self.epsilon:.4g} against all together")]
             if self.epsilon_whole_client is not None:
                 rows += [("whole client", f"epsilon = {self.epsilon_whole_client:.4g} {_WHOLE}")]
-            if self.unit == "row" and self.epsilon > 0:
+            if self.unit != "client" and self.epsilon > 0:
                 rows += [("person", self._person())]
             rows += [("adversary", self.adversary), ("mechanism", self._mechanism())]
             rows += [("accountant", self.accountant)]
@@ -257,8 +259,9 @@ class PrivacyReport:
     def _person(self) -> str:
         k = self.rows_per_person
         if k is None:
-            return "a row, not a person: with k rows a person has k times this epsilon"
-        return f"epsilon = {k * self.epsilon:.4g} for a person, who has at most {k} rows"
+            one = f"an {self.unit}" if self.unit == "event" else f"a {self.unit}"
+            return f"{one}, not a person: with k {self.unit}s a person has k times this epsilon"
+        return f"epsilon = {k * self.epsilon:.4g} for a person, who has at most {k} {self.unit}s"
 
     def _promise(self) -> str:
         if math.isinf(self.epsilon):

@@ -215,7 +215,11 @@ UNREPEATABLE = [
     ),
 ]
 # They protect rows, and no client from others: tests/estimation/published has their contract.
-PUBLISHED = [GaussianMean(unit="row", publish="clients", epsilon=4.0, bounds=(-8.0, 8.0))]
+PUBLISHED = [
+    GaussianMean(unit="row", publish="clients", epsilon=4.0, bounds=(-8.0, 8.0)),
+    BernoulliMean(unit="row", publish="clients", epsilon=4.0),
+    PoissonMean(unit="event", publish="clients", epsilon=4.0),
+]
 RELEASING = [*PRIVATE, GaussianMean(mechanism="quantizer", n_bits=8, noise_variance=1.0, **BALL)]
 # Private configurations that release nothing, as everything about the population is known.
 KNOWN = [

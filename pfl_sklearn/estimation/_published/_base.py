@@ -52,24 +52,36 @@ def refuse_unused(params: Any, names: tuple[str, ...]) -> None:
 
 def published_events(params: Any) -> tuple[PureEvent, ...]:
     """Accounting events of a fit that publishes."""
-    return (PureEvent(float(params.epsilon), 0.0, "replace_one"),)
+    return (PureEvent(float(params.epsilon), 0.0, relation_of(params)),)
+
+
+def relation_of(params: Any) -> str:
+    """Relation of a fit that publishes: an event is there or not, a row has another value."""
+    return "add_remove" if params.unit == "event" else "replace_one"
 
 
 def published_report(
-    params: Any, released: tuple[str, ...], facts: dict[str, Any], n_clients: int, *more: str
+    params: Any,
+    released: tuple[str, ...],
+    facts: dict[str, Any],
+    n_clients: int,
+    *more: str,
+    tables: str = _TABLES,
 ) -> Any:
     """Report of a fit that publishes every client."""
+    one = "an event" if params.unit == "event" else f"a {params.unit}"
     return private_report(
         facts,
         unit=params.unit,
+        relation=relation_of(params),
         rows_per_person=params.rows_per_person,
         adversary=_ADVERSARY,
-        tables=_TABLES,
+        tables=tables,
         arithmetic="noise and sums are whole numbers, drawn and added exactly",
         n_clients=n_clients,
         seeded=params.random_state is not None,
         released=released,
-        assumptions=("which client a row belongs to is public", *more),
+        assumptions=(f"which client {one} belongs to is public", *more),
     )
 
 
@@ -111,6 +123,10 @@ class PublishesClients(ClientMixin):
                 "who knows the seed can remove; fit with random_state=None."
             )
         return self._whole_copy()
+
+    @property
+    def _privacy_relation(self):
+        return None if self.publish is None else relation_of(self)  # type: ignore[attr-defined]
 
     @property
     def _is_published(self):

@@ -1,0 +1,252 @@
+"""Proportions and rates of clients given noised counts alone, averaged over plausible populations.
+
+Client i has z_i successes in n_i trials, or events in an exposure n_i, under a beta or a gamma
+prior, and its count is released with discrete Laplace noise. As for means (`_population`), the
+prior is known too badly to take an estimate of it as known, so we average over it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.special import betaln, gammaln, logsumexp
+
+from pfl_sklearn.estimation._plausible_betas import BetaPriors
+from pfl_sklearn.estimation._plausible_gammas import GammaPriors
+from pfl_sklearn.priors._gamma import log_negative_binomial
+
+_PER_AXIS, _ENOUGH, _ROUNDS = 11, 6, 8  # nodes of a grid, those that must count, and zooms
+_NATS, _NEGLIGIBLE = 9.0, 1e-3  # below the maximum; weight of a node over the largest
+_TAIL = 14.0  # nats of the noise that a count is not searched beyond: 1e-6
+_LEAST_SHARE = 1e-6  # of the variance between clients, and one less it: neither end has a density
+_CELLS_AT_ONCE = 1 << 20  # populations times clients times counts: 8 MB an array
+
+
+class ReleasedCounts(NamedTuple):
+    """Released counts of m clients, and what is public."""
+
+    counts: np.ndarray  # (m,), with noise
+    sizes: np.ndarray  # (m,), trials or exposure
+    scale: float  # of the discrete Laplace noise
+
+    def windows(self, upper):
+        """Counts (m, w) that each client may have, and the logarithms of the noise's odds."""
+        half = int(np.ceil(_TAIL * self.scale))
+        centre = np.clip(self.counts, 0, upper)
+        values = centre[:, None] + np.arange(-half, half + 1)
+        log_odds = -np.abs(self.counts[:, None] - values) / self.scale
+        possible = (values >= 0) & (values <= np.reshape(upper, (-1, 1)))
+        return np.where(possible, values, 0), np.where(possible, log_odds, -np.inf)
+
+
+class CountFamily(NamedTuple):
+    """Counts of a client under a prior with parameters a and b."""
+
+    priors: Any  # PlausiblePriors, with shrinkage, intraclass correlation and quantiles
+    upper: Callable[[np.ndarray], Any]  # largest count, of the sizes (m,)
+    # Parameters (k,) of a mean and of the share of the variance that lies between clients. Uniform
+    # priors of the share cover: those of other fits, Beta(1/2, 1/2), put so much weight near 0 that
+    # intervals of 100 clients with 5 rows cover .90 for .95.
+    parameters: Callable[[np.ndarray, np.ndarray], Any]
+    log_marginals: Callable[..., np.ndarray]  # of counts and sizes under a and b
+    moments: Callable[..., Any]  # mean and variance of a client's value given its count
+    row_variance: Callable[..., Any]  # of one trial, or unit of exposure, around a client's value
+    range_of_means: Callable[[ReleasedCounts], tuple]  # of the first axis of the grid
+
+
+def _beta_parameters(means, shares):
+    concentration = 1 / np.clip(shares, _LEAST_SHARE, 1 - _LEAST_SHARE) - 1
+    return means * concentration, (1 - means) * concentration
+
+
+def _beta_binomial(counts, sizes, a, b):
+    chances = betaln(counts + a, sizes - counts + b) - betaln(a, b)
+    choices = gammaln(sizes + 1) - gammaln(counts + 1) - gammaln(sizes - counts + 1)
+    return choices + chances
+
+
+def _beta_moments(counts, sizes, a, b):
+    total = sizes + a + b
+    mean = (counts + a) / total
+    return mean, mean * (1 - mean) / (total + 1)
+
+
+def _gamma_parameters(log_means, shares):
+    shapes = 1 / np.clip(shares, _LEAST_SHARE, 1 - _LEAST_SHARE) - 1
+    return shapes, shapes / np.exp(log_means)
+
+
+def _gamma_moments(counts, sizes, a, b):
+    mean = (counts + a) / (sizes + b)
+    return mean, mean / (sizes + b)
+
+
+def _trials(sizes):
+    return sizes
+
+
+def _no_limit(sizes):
+    return np.full(len(sizes), 2**62)
+
+
+def _variance_of_a_trial(mean, variance):
+    return mean * (1 - mean) - variance
+
+
+def _variance_of_events(mean, variance):
+    return mean
+
+
+def _range_of_chances(released):
+    return 1e-4, 1 - 1e-4
+
+
+def _range_of_log_rates(released):
+    """Logarithms of rates from a tenth of an event to far more than the noise can hide."""
+    total = released.sizes.sum()
+    noise = released.scale * np.sqrt(2 * len(released.counts))
+    most = 3 * max(released.counts.sum(), 0) + 10 * noise + 10
+    return np.log(0.1 / total), np.log(most / total)
+
+
+BINOMIAL = CountFamily(
+    BetaPriors,
+    _trials,
+    _beta_parameters,
+    _beta_binomial,
+    _beta_moments,
+    _variance_of_a_trial,
+    _range_of_chances,
+)
+POISSON = CountFamily(
+    GammaPriors,
+    _no_limit,
+    _gamma_parameters,
+    log_negative_binomial,
+    _gamma_moments,
+    _variance_of_events,
+    _range_of_log_rates,
+)
+
+
+class PublishedCounts(NamedTuple):
+    """Posterior of every client's proportion or rate, and of its share of the rows in the table."""
+
+    family: CountFamily
+    a: np.ndarray  # (k,)
+    b: np.ndarray  # (k,)
+    weights: np.ndarray  # (k,)
+    means: np.ndarray  # (m,), of the target
+    stds: np.ndarray  # (m,)
+    pooled: np.ndarray  # (m,), average weights of the population
+    values: np.ndarray  # (m, w), counts that clients may have
+    chances: np.ndarray  # (m, w), their posterior probabilities
+    sizes: np.ndarray  # (m,)
+    of_table: bool
+
+    def of_clients(self, clients):
+        """The posterior of some clients alone."""
+        names = ("means", "stds", "pooled", "values", "chances", "sizes")
+        return self._replace(**{name: getattr(self, name)[clients] for name in names})
+
+    def central(self, level):
+        """Bounds (m,) of the central intervals."""
+        tails = (1 - level) / 2, (1 + level) / 2
+        if not self.of_table:
+            return self.family.priors.matched_quantiles(self.means, self.stds, tails)
+        below = np.cumsum(self.chances, axis=1)
+        places = [np.argmax(below >= tail - 1e-12, axis=1) for tail in tails]
+        return tuple(
+            np.take_along_axis(self.values, place[:, None], 1)[:, 0] / self.sizes
+            for place in places
+        )
+
+
+def published_counts(family, released, known, of_table):
+    """PublishedCounts of ReleasedCounts; `known` are the parameters (a, b) of a prior, or None."""
+    values, log_odds = released.windows(family.upper(released.sizes))
+    if known is None:
+        a, b = _plausible_priors(family, released, values, log_odds)
+    else:
+        a, b = (np.array([float(value)]) for value in known)
+    likelihoods = _log_likelihoods(family, released.sizes, values, log_odds, a, b)
+    weights = np.exp(likelihoods - likelihoods.max())
+    kept = weights > _NEGLIGIBLE
+    a, b, weights = a[kept], b[kept], weights[kept] / weights[kept].sum()
+    parts = [
+        _posteriors(family, part, a, b, weights, of_table)
+        for part in _blocks(len(weights), released.sizes, values, log_odds)
+    ]
+    means, stds, chances = (np.concatenate(part) for part in zip(*parts, strict=True))
+    pooled = weights @ _shares_of_population(family, released, a, b, of_table)
+    clients = means, stds, pooled, values, chances, released.sizes
+    return PublishedCounts(family, a, b, weights, *clients, of_table)
+
+
+def _shares_of_population(family, released, a, b, of_table):
+    """Weights (k, m) of the population in the best linear estimates under priors (k,)."""
+    mean, between = (part[:, None] for part in family.moments(0.0, 0.0, a, b))
+    sampling = family.row_variance(mean, between) / released.sizes
+    noise = 2 * (released.scale / released.sizes) ** 2
+    if of_table:
+        return noise / (between + sampling + noise)
+    return (sampling + noise) / (between + sampling + noise)
+
+
+def _plausible_priors(family, released, values, log_odds):
+    """Parameters (k,) on a grid of means and shares, of which every cell has the same weight."""
+    low, high = np.array([family.range_of_means(released), (0.0, 1.0)]).T
+    for _ in range(_ROUNDS):
+        step = (high - low) / _PER_AXIS
+        axes = low[:, None] + step[:, None] * (np.arange(_PER_AXIS) + 0.5)
+        means, shares = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
+        a, b = family.parameters(means, shares)
+        heights = _log_likelihoods(family, released.sizes, values, log_odds, a, b)
+        likely = heights.reshape(_PER_AXIS, _PER_AXIS) > heights.max() - _NATS
+        counted = [np.flatnonzero(likely.any(axis=axis)) for axis in (1, 0)]
+        if min(map(len, counted)) >= _ENOUGH:
+            break
+        ends = np.array([axis[rows[[0, -1]]] for axis, rows in zip(axes, counted, strict=True)])
+        low, high = np.maximum(low, ends[:, 0] - step), np.minimum(high, ends[:, 1] + step)
+    return a, b
+
+
+def _log_likelihoods(family, sizes, values, log_odds, a, b):
+    """Log-likelihoods (k,) of released counts under priors (k,)."""
+    total = np.zeros(len(a))
+    for part in _blocks(len(a), sizes, values, log_odds):
+        total += logsumexp(_joint(family, part, a, b), axis=2).sum(axis=1)
+    return total
+
+
+def _posteriors(family, part, a, b, weights, of_table):
+    """Means and standard deviations (m,) of some clients, and chances (m, w) of their counts."""
+    sizes, values, _ = part
+    joint = _joint(family, part, a, b)
+    chances = np.exp(joint - logsumexp(joint, axis=2, keepdims=True))  # (k, m, w)
+    counts, trials = values[None], sizes[None, :, None]
+    if of_table:
+        centres, variances = np.broadcast_to(values / sizes[:, None], chances.shape), 0.0
+    else:
+        centres, variances = family.moments(counts, trials, a[:, None, None], b[:, None, None])
+    mean = np.einsum("k,kmw,kmw->m", weights, chances, centres)
+    square = variances + (centres - mean[:, None]) ** 2
+    std = np.sqrt(
+        np.einsum("k,kmw,kmw->m", weights, chances, np.broadcast_to(square, chances.shape))
+    )
+    return mean, std, np.einsum("k,kmw->mw", weights, chances)
+
+
+def _joint(family, part, a, b):
+    """Logarithms (k, m, w) of the probabilities of counts and of the noise on them."""
+    sizes, values, log_odds = part
+    a, b = a[:, None, None], b[:, None, None]
+    return family.log_marginals(values[None], sizes[None, :, None], a, b) + log_odds
+
+
+def _blocks(k, sizes, values, log_odds):
+    """Sizes, counts and odds of some clients at a time, which bounds the memory."""
+    step = max(_CELLS_AT_ONCE // (k * values.shape[1]), 1)
+    for start in range(0, len(sizes), step):
+        part = slice(start, start + step)
+        yield sizes[part], values[part], log_odds[part]

@@ -48,7 +48,11 @@ from pfl_sklearn.estimation._printed._proportions import (
     proportions_of_shares,
 )
 from pfl_sklearn.estimation._proportion_reports import check_trust, proportions_from_release
-from pfl_sklearn.estimation._published._base import PublishesClients, published_events
+from pfl_sklearn.estimation._published._base import (
+    PublishesClients,
+    is_publishing,
+    published_events,
+)
 from pfl_sklearn.estimation._published._count_attributes import (
     check_published_counts,
     publish_counts,
@@ -65,6 +69,7 @@ from pfl_sklearn.statistics._accumulate import (
 )
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
+_PUBLIC_LABELS = "the two class labels are public, and that both occur unless they are 0 and 1"
 # Methods by prior for every mechanism ("none": counts are exact). Two bits and noisy sums identify
 # a mean and a variance, which is all that a beta prior has; a grid needs reports of the counts.
 _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
@@ -441,8 +446,8 @@ class BernoulliMean(
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse combinations of parameters that do not go together."""
-        if self.publish is not None or self.unit != "client":
-            check_published_counts(self, prior, BINOMIAL, "row", ("participants",), sample_weight)
+        if is_publishing(self, "row"):
+            check_published_counts(self, prior, BINOMIAL, ("participants",), sample_weight)
             return
         # With a known prior clients send nothing, so that trust and mechanism do not matter.
         releases = math.isfinite(self.epsilon) and not prior.is_known
@@ -470,7 +475,9 @@ class BernoulliMean(
     def _estimate(self, prior, ids, successes, trials):
         """Fit to the counts of the clients: fitted attributes and privacy report."""
         if self.publish is not None:
-            attributes, report, _ = publish_counts(self, prior, BINOMIAL, successes, trials)
+            attributes, report, _ = publish_counts(
+                self, prior, BINOMIAL, successes, trials, _PUBLIC_LABELS
+            )
             return {**attributes, "n_samples_per_client_": trials.astype(np.int64)}, report
         table, sends = count_table(successes, trials), participant_mask(self.participants, ids)
         senders = table if sends.all() else count_table(successes[sends], trials[sends])
@@ -500,5 +507,7 @@ class BernoulliMean(
         else:
             fitted, entries = proportions_from_release(table, senders, prior, self, rng)
         # Labels are read before anything is randomized.
-        public = "the two class labels are public, and that both occur unless they are 0 and 1"
-        return fitted, {**entries, "assumptions": (public, *participation_assumption(sends))}
+        return fitted, {
+            **entries,
+            "assumptions": (_PUBLIC_LABELS, *participation_assumption(sends)),
+        }

@@ -62,7 +62,11 @@ from pfl_sklearn.estimation._mixture_means import (
     mixture_from_release,
     mixture_prior_events,
 )
-from pfl_sklearn.estimation._published._base import PublishesClients, published_events
+from pfl_sklearn.estimation._published._base import (
+    PublishesClients,
+    is_publishing,
+    published_events,
+)
 from pfl_sklearn.estimation._published._gaussian import check_published_means, published_means
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.priors._prior import known_vector
@@ -468,7 +472,7 @@ class GaussianMean(
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse parameters that do not go together, before any data is touched."""
-        if self.publish is not None or self.unit != "client":
+        if is_publishing(self, "row"):
             check_published_means(self, prior, sample_weight)
             return
         estimators, release = _ESTIMATORS[type(prior)], selected_release(self)

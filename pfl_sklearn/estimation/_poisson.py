@@ -52,7 +52,11 @@ from pfl_sklearn.estimation._fields import (
     UNCERTAINTY,
 )
 from pfl_sklearn.estimation._plausible_gammas import GammaPriors, new_client_variance
-from pfl_sklearn.estimation._published._base import PublishesClients, published_events
+from pfl_sklearn.estimation._published._base import (
+    PublishesClients,
+    is_publishing,
+    published_events,
+)
 from pfl_sklearn.estimation._published._count_attributes import (
     check_published_counts,
     publish_counts,
@@ -489,9 +493,8 @@ class PoissonMean(
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse combinations of parameters that do not go together."""
-        if self.publish is not None or self.unit != "client":
-            unused = "participants", "cap"
-            check_published_counts(self, prior, POISSON, "event", unused, sample_weight)
+        if is_publishing(self, "event"):
+            check_published_counts(self, prior, POISSON, ("participants", "cap"), sample_weight)
             return
         if math.isfinite(self.epsilon) and sample_weight is not None:
             raise ValueError("sample_weight is not supported with a finite epsilon.")
@@ -533,7 +536,9 @@ class PoissonMean(
         if math.isfinite(self.epsilon):  # else too many are refused
             events = np.minimum(events, LARGEST_TOTAL)
         if self.publish is not None:
-            attributes, report, spread = publish_counts(self, prior, POISSON, events, exposed)
+            attributes, report, spread = publish_counts(
+                self, prior, POISSON, events, exposed, "exposures are public"
+            )
             return attributes | _of_exposure(n_rows, exposed, spread, with_exposure), report
         table = exposure_table(events, exposed)
         sends = participant_mask(self.participants, ids)

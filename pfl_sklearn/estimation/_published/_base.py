@@ -22,10 +22,20 @@ _TABLES = (
 )
 
 
-def check_unit(params: Any, unit: str) -> None:
-    """Refuse combinations of `unit` and `publish` that promise nothing sensible."""
+# Parameters that other fits do not use, and their defaults.
+_OF_PUBLISHED = {"bounds": None, "grid": None, "rows_per_person": None, "target": "population"}
+
+
+def is_publishing(params: Any, unit: str) -> bool:
+    """Whether a fit publishes clients; refuses combinations that promise nothing sensible."""
     if params.publish is None and params.unit == "client":
-        return
+        for name, default in _OF_PUBLISHED.items():
+            value = getattr(params, name, default)
+            if value is not None if default is None else value != default:
+                raise ValueError(
+                    f"{name} has no effect without publish='clients'; got {name}={value!r}."
+                )
+        return False
     if params.publish is None:
         raise ValueError(
             f"unit={params.unit!r} needs publish='clients', which prints every client's estimate; "
@@ -41,6 +51,7 @@ def check_unit(params: Any, unit: str) -> None:
             "publish='clients' needs a finite epsilon, the loss of one "
             f"{unit}; got inf, which protects nobody."
         )
+    return True
 
 
 def refuse_unused(params: Any, names: tuple[str, ...]) -> None:

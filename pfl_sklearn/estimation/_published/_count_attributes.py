@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pfl_sklearn._typing import Floats, Integers
-from pfl_sklearn.estimation._published._base import check_unit, published_report, refuse_unused
+from pfl_sklearn.estimation._published._base import published_report, refuse_unused
 from pfl_sklearn.estimation._published._counts import CountFamily, ReleasedCounts, published_counts
 from pfl_sklearn.privacy import DiscreteLaplaceMechanism, PrivacyReport
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
@@ -21,10 +21,9 @@ _PUBLISHED = (
 
 
 def check_published_counts(
-    params: Any, prior: Any, family: CountFamily, unit: str, unused: tuple[str, ...], weights: Any
+    params: Any, prior: Any, family: CountFamily, unused: tuple[str, ...], weights: Any
 ) -> None:
     """Refuse parameters that do not go together, before any data is touched."""
-    check_unit(params, unit)
     refuse_unused(params, unused)
     if not isinstance(prior, family.priors.conjugate):
         raise ValueError(
@@ -36,7 +35,7 @@ def check_published_counts(
 
 
 def publish_counts(
-    params: Any, prior: Any, family: CountFamily, counts: Integers, sizes: Floats
+    params: Any, prior: Any, family: CountFamily, counts: Integers, sizes: Floats, *assumptions: str
 ) -> tuple[dict[str, Any], PrivacyReport, float]:
     """Fitted attributes, the report, and the spread of a release of counts (m,) of sizes (m,)."""
     mechanism = DiscreteLaplaceMechanism(1, params.epsilon)
@@ -68,6 +67,7 @@ def publish_counts(
         "epsilon": params.epsilon,
         "mechanism": "discrete Laplace mechanism on the count of every client",
     }
-    sizes_are = "numbers of trials, or exposures, are public"
-    report = published_report(params, _PUBLISHED, facts, len(noisy), sizes_are, tables=VALID_TABLES)
+    report = published_report(
+        params, _PUBLISHED, facts, len(noisy), *assumptions, tables=VALID_TABLES
+    )
     return attributes, report, math.sqrt(moments[1])

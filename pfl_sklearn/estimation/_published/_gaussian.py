@@ -8,7 +8,7 @@ import numpy as np
 
 from pfl_sklearn._clients import Array
 from pfl_sklearn._typing import Floats, Integers
-from pfl_sklearn.estimation._published._base import check_unit, published_report, refuse_unused
+from pfl_sklearn.estimation._published._base import published_report, refuse_unused
 from pfl_sklearn.estimation._published._population import (
     KnownPopulation,
     PublishedPosterior,
@@ -28,7 +28,6 @@ _PUBLISHED = (
 
 def check_published_means(params: Any, prior: Any, sample_weight: Any) -> None:
     """Refuse parameters that do not go together, before any data is touched."""
-    check_unit(params, "row")
     refuse_unused(params, _OF_OTHER_RELEASES)
     public_grid(params.bounds, params.grid)
     if not isinstance(prior, GaussianPrior) or prior.covariance_type == "diag":

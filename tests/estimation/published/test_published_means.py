@@ -221,6 +221,11 @@ def test_with_the_client_in_a_column(fitted):
         ({"epsilon": np.inf}, "needs a finite epsilon"),
         ({"unit": "client"}, r"publish='clients' needs unit='row'"),
         ({"publish": None}, r"unit='row' needs publish='clients'"),
+        ({"publish": None, "unit": "client"}, "bounds has no effect without publish"),
+        (
+            {"publish": None, "unit": "client", "bounds": None, "target": "table"},
+            "target has no effect without publish",
+        ),
         ({"bounds": None}, "bounds must be given"),
         ({"bounds": (1.0, -1.0)}, "bounds must be two finite numbers"),
         ({"grid": 9.0}, "grid=9.0 must divide"),

@@ -15,7 +15,7 @@ import pandas as pd
 from scipy.special import ndtri
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._client_tables import SummaryTable, class_quantity, client_table
+from pfl_sklearn._client_tables import class_quantity, client_table, mark_not_covered
 from pfl_sklearn._clients import Array, EncodedClients, match_clients
 from pfl_sklearn._compat import BaseEstimator, names_class, num_samples
 from pfl_sklearn._typing import Floats, TableLike
@@ -103,7 +103,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
                 name: np.repeat(values, d) if values.ndim == 1 else values.ravel()
                 for name, values in columns.items()
             }
-        table = SummaryTable(columns, index=index)
+        table = mark_not_covered(pd.DataFrame(columns, index=index), self)
         table.columns.name = class_quantity(self, "probability")
         return table
 
@@ -122,7 +122,8 @@ class BaseClientMean(ClientMixin, BaseEstimator):
             names = [f"mean_{k}" for k in range(self.means_.shape[1])]
         m = len(self.means_)
         values, stds = self.means_.reshape(m, -1), self.stds_.reshape(m, -1)
-        return client_table("client", self.clients_, names, values, stds)
+        table = client_table("client", self.clients_, names, values, stds)
+        return mark_not_covered(table, self)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

@@ -1,5 +1,8 @@
 """Tables of fitted models: summaries to be read, and clients' values to be joined with rows."""
 
+import html
+import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,11 +14,15 @@ from pfl_sklearn._clients import Array
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._unwrap import without_groupings
 
+NOT_COVERED = (
+    "The privacy promise of this fit (privacy_) does not cover the clients' values in this table. "
+    "Show each client its own alone (for_client), and publish the population (release)."
+)
 _DECIMALS = 4  # of printed numbers: most summaries are then about 80 characters wide
 
 
 class SummaryTable(pd.DataFrame):
-    """A DataFrame that prints all its columns, however narrow pandas takes the page to be."""
+    """A DataFrame that prints all its columns, and below them a note in ``attrs["privacy"]``."""
 
     @property
     def _constructor(self):
@@ -29,7 +36,23 @@ class SummaryTable(pd.DataFrame):
         decimals = asked if small else min(_DECIMALS, asked)
         whole = ("display.max_columns", None, "display.expand_frame_repr", False)
         with pd.option_context(*whole, "display.precision", decimals):
-            return super().__repr__()
+            return "\n".join([super().__repr__(), *textwrap.wrap(self._note, 96)])
+
+    def _repr_html_(self) -> str | None:
+        table = super()._repr_html_()  # type: ignore[misc]
+        return f"{table}\n<p>{html.escape(self._note)}</p>" if table and self._note else table
+
+    @property
+    def _note(self) -> str:
+        return str(self.attrs.get("privacy", ""))
+
+
+def mark_not_covered(table: pd.DataFrame, estimator: Any) -> SummaryTable:
+    """The table, with a note where a private fit leaves its clients' values as they are."""
+    table, report = SummaryTable(table), getattr(estimator, "privacy_", None)
+    if report is not None and math.isfinite(report.epsilon) and report.not_released:
+        table.attrs["privacy"] = NOT_COVERED
+    return table
 
 
 def class_quantity(estimator: Any, quantity: str) -> str | None:
@@ -128,7 +151,8 @@ class CoefTableMixin:
             names = [f"{output}: {name}" for output in outputs for name in names]
         stds, m = self._coefficient_stds(), len(values)
         stds = None if stds is None else stds.reshape(m, -1)
-        return client_table("client", self.clients_, names, values.reshape(m, -1), stds)
+        table = client_table("client", self.clients_, names, values.reshape(m, -1), stds)
+        return mark_not_covered(table, self)
 
     def _names_of_coefficients(self, feature_names):
         """Names of the features, checked if they are given."""

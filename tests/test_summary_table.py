@@ -1,5 +1,7 @@
 """Summaries print whole, as narrow as they can, and are data frames otherwise."""
 
+import pickle
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,7 +19,8 @@ from pfl_sklearn import (
     PersonalizedStackingRegressor,
     PoissonMean,
 )
-from pfl_sklearn._client_tables import SummaryTable
+from pfl_sklearn._client_tables import NOT_COVERED, SummaryTable
+from pfl_sklearn.priors import GaussianPrior
 
 rng = np.random.default_rng(0)
 SHOPS = np.repeat(list("abcdef"), 15)
@@ -112,3 +115,39 @@ def test_a_notebook_shows_a_table():
 def test_nullable_numbers_print():
     table = SummaryTable({"a": [1.5, None], "b": [1.0, 2.0]}).astype("Float64")
     assert "<NA>" in repr(table)
+
+
+PRIVATE = {"epsilon": 1.0, "clip_norm": 3.0, "random_state": 0}
+BOUNDED = {"epsilon": 1.0, "feature_bound": 3.0, "target_bound": 5.0, "random_state": 0}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "model",
+    [
+        GaussianMean(**PRIVATE),
+        GaussianMean(GaussianPrior(0.0, 1.0), noise_variance=1.0, epsilon=1.0, clip_norm=1.0),
+        PersonalizedLinearRegression(
+            GaussianPrior(covariance=1.0), noise_variance=1.0, random="intercept", **BOUNDED
+        ),
+    ],
+)
+def test_tables_of_clients_say_what_privacy_does_not_cover(model):
+    fitted = model.fit(X, Y, groups=SHOPS)
+    tables = [fitted.coef_table()]
+    tables.append(fitted.summary() if isinstance(model, GaussianMean) else fitted.effects())
+    for table in tables:
+        for form in (table, table.head(2), pickle.loads(pickle.dumps(table))):
+            assert form.attrs["privacy"] == NOT_COVERED
+            assert "does not cover" in " ".join(repr(form).split())
+            assert "does not cover" in form._repr_html_()
+        assert "privacy" not in pd.DataFrame(table.to_dict()).attrs
+
+
+def test_tables_of_other_fits_have_no_note():
+    published = GaussianMean(unit="row", publish="clients", epsilon=1.0, bounds=(-5.0, 5.0))
+    for model in (GaussianMean(), published, PersonalizedLinearRegression()):
+        table = model.fit(X, Y, groups=SHOPS).coef_table()
+        assert table.attrs == {}
+        assert "cover" not in repr(table)
+        assert "cover" not in table._repr_html_()

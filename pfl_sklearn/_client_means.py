@@ -78,7 +78,8 @@ class BaseClientMean(ClientMixin, BaseEstimator):
             One row per client (and output), indexed by client id: rows (and exposure), the mean of
             its own rows (in a published table with noise, and the standard deviation of the noise),
             its personalized mean with standard deviation and interval, and shrinkage if there is
-            any. ``columns.name`` says of which class proportions are.
+            any. ``columns.name`` says of which class proportions are. Where a private fit leaves
+            the clients' values as they are, a note below the table says so (``attrs["privacy"]``).
         """
         lower, upper = self.credible_interval(level)
         columns = {"n_samples": self.n_samples_per_client_}

@@ -131,6 +131,9 @@ class CoefTableMixin:
             that varies by level, the effect to add to the client's coefficient. Levels that have no
             row add nothing.
 
+            After a private fit, which leaves the clients' values as they are, a note below the
+            table says so (``attrs["privacy"]``).
+
         Raises
         ------
         ValueError

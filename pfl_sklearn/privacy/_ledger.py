@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from pfl_sklearn._unwrap import core_estimator
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy import _ledger_file
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
@@ -22,6 +23,7 @@ from pfl_sklearn.privacy._spending import (
     have_finite_epsilon,
     noise_seed,
     seed_tags,
+    stated_cost,
     sum_of_deltas,
     unit_of,
 )
@@ -125,8 +127,8 @@ class PrivacyLedger:
     >>> ledger = PrivacyLedger(folder.name + "/ledger.jsonl", budget=(1.8, 1e-5))
     >>> for _ in range(3):
     ...     ledger.spend([GaussianEvent(None, 0.25)], what="a fit")
-    >>> round(ledger.total(), 2)
-    1.7
+    >>> round(ledger.total(), 2), round(ledger.remaining(), 2)
+    (1.7, 0.1)
     >>> try:
     ...     ledger.spend([GaussianEvent(None, 0.25)], what="a fit")
     ... except BudgetExceeded:
@@ -197,10 +199,19 @@ class PrivacyLedger:
                 f"{what} has unit={unit!r}, but the privacy ledger {self.path} has "
                 f"unit={self.unit!r}; use another ledger with unit={unit!r}."
             )
+        entry, tags = self._new_entry(events, what, seed, first_round)
+        # The budget is checked under the lock of the file. Two processes that checked first and
+        # wrote afterwards could spend the same rest twice.
+        _ledger_file.append_entry(self.path, self._id, partial(self._checked_entry, entry, tags))
+
+    def _new_entry(
+        self, events: tuple[Event, ...], what: str, seed: Any, first_round: int
+    ) -> tuple[dict[str, Any], list[str]]:
+        """An entry without a number, and the tags of its seed up to its last round."""
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "what": what,
-            "unit": unit,
+            "unit": self.unit,
             "events": [event.to_dict() for event in events],
             "process": os.getpid(),
         }
@@ -210,9 +221,7 @@ class PrivacyLedger:
             tags = seed_tags(seed, self._id, first_round + _n_rounds(entry))
             # The tag of the first round is enough: later fits derive from it where this one began.
             entry["seed"] = tags[first_round]
-        # The budget is checked under the lock of the file. Two processes that checked first and
-        # wrote afterwards could spend the same rest twice.
-        _ledger_file.append_entry(self.path, self._id, partial(self._checked_entry, entry, tags))
+        return entry, tags
 
     def total(self) -> float:
         """Epsilon of all entries together, at `delta` and under `relation`.
@@ -233,6 +242,44 @@ class PrivacyLedger:
         elif caveat := self._caveat(entries):
             warn_caller(caveat, PrivacyWarning)
         return total
+
+    def remaining(self) -> float:
+        """Epsilon that one more release with a pure epsilon may have.
+
+        Returns
+        -------
+        float
+            The budget less the total, at least 0; infinity without a budget. Gaussian releases may
+            add up to more, because they cost less than the sum of their epsilons: ask
+            :meth:`can_spend`.
+        """
+        return math.inf if self.budget is None else max(self.budget[0] - self.total(), 0.0)
+
+    def can_spend(self, estimator: Any) -> bool:
+        """Whether one fit of an unfitted estimator is within the budget; nothing is written.
+
+        Parameters
+        ----------
+        estimator : estimator
+            A private estimator, alone or inside a pipeline, ClientColumn or GridSearchCV. It need
+            not have this ledger.
+
+        Returns
+        -------
+        bool
+            False also for another unit, and for an estimator that protects nobody where there is a
+            budget. Other processes may spend the rest before the fit.
+        """
+        cost = stated_cost(estimator)
+        if cost.unit != self.unit:
+            return False
+        events = UNPROTECTED if cost.events is None else cost.events
+        seed = noise_seed(core_estimator(estimator)) if cost.seeded else None
+        try:
+            self._checked_entry(*self._new_entry(events, "a fit", seed, 0), self.entries)
+        except BudgetExceeded:
+            return False
+        return True
 
     @property
     def entries(self) -> list[dict[str, Any]]:

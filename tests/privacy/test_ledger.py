@@ -6,8 +6,13 @@ import pickle
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
 
-from pfl_sklearn import PrivacyWarning
+from pfl_sklearn import GaussianMean, PoissonMean, PrivacyWarning
+from pfl_sklearn.compose import ClientColumn
+from pfl_sklearn.priors import GammaPrior
 from pfl_sklearn.privacy import (
     BudgetExceeded,
     GaussianEvent,
@@ -41,6 +46,46 @@ def test_pure_entries_add_up(path):
     assert ledger.total() == 0.0
     spend(ledger, events=[PureEvent(epsilon, 0.0, "replace_one") for epsilon in (0.5, 0.25)])
     assert spend(ledger, events=[PureEvent(1.0, 0.0, "replace_one")]).total() == pytest.approx(1.75)
+
+
+def test_what_remains(path):
+    ledger = PrivacyLedger(path, budget=(1.0, 1e-9))
+    mean = GaussianMean(unit="row", publish="clients", bounds=(0.0, 1.0))
+    assert ledger.remaining() == 1.0
+    assert not ledger.can_spend(mean.set_params(epsilon=0.5))  # rows, where it protects clients
+    counts = PoissonMean(epsilon=0.6, cap=5)
+    pipeline = ClientColumn(make_pipeline(FunctionTransformer(), counts), column="who")
+    assert ledger.can_spend(counts)
+    assert ledger.can_spend(pipeline)
+    assert not ledger.can_spend(PoissonMean(epsilon=1.1, cap=5))
+    assert not ledger.can_spend(PoissonMean())
+    assert not ledger.can_spend(GridSearchCV(counts, {"cap": [4, 5]}, cv=2))
+    spend(ledger, events=[PureEvent(0.6, 0.0, "replace_one")])
+    assert ledger.remaining() == pytest.approx(0.4)
+    assert not ledger.can_spend(pipeline)
+    assert ledger.can_spend(PoissonMean(epsilon=0.4, cap=5))
+    assert len(ledger.entries) == 1
+    spend(ledger, events=[PureEvent(0.4, 0.0, "replace_one")])
+    assert ledger.remaining() == pytest.approx(0.0, abs=1e-7)
+    assert ledger.can_spend(PoissonMean(GammaPrior(1.0, 1.0), epsilon=1.0))  # releases nothing
+
+
+def test_without_a_budget_all_of_the_unit_can_be_spent(path):
+    ledger = PrivacyLedger(path, delta=1e-9)
+    seeded = PoissonMean(epsilon=0.6, cap=5, random_state=0)
+    assert ledger.remaining() == math.inf
+    assert ledger.can_spend(PoissonMean())
+    assert ledger.can_spend(seeded)
+
+
+def test_the_noise_of_an_earlier_fit_cannot_be_spent_again(path):
+    ledger = PrivacyLedger(path, budget=(9.0, 1e-9))
+    seeded = PoissonMean(epsilon=0.6, cap=5, random_state=0, ledger=ledger)
+    assert ledger.can_spend(seeded)
+    with pytest.warns(PrivacyWarning):
+        seeded.fit_counts([1, 2, 3, 4, 5])
+    assert not ledger.can_spend(seeded)
+    assert ledger.can_spend(seeded.set_params(random_state=1))
 
 
 def test_a_fit_that_releases_nothing_is_an_entry_without_cost(path):

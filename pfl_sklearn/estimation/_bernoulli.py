@@ -52,6 +52,7 @@ from pfl_sklearn.estimation._published._base import (
     PublishesClients,
     is_publishing,
     published_events,
+    refuse_statistics,
 )
 from pfl_sklearn.estimation._published._count_attributes import (
     check_published_counts,
@@ -65,6 +66,7 @@ from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._accumulate import (
     AccumulatedStatisticsMixin,
     accumulate_statistics,
+    check_accumulates,
     check_statistics,
 )
 
@@ -331,6 +333,7 @@ class BernoulliMean(
             successes are cut to its trials instead), and weights whose sums by client are not whole
             numbers.
         """
+        refuse_statistics(self)
         check_statistics(statistics)
         check_columns_of_statistics(statistics)
         participant_mask(self.participants, statistics.clients)
@@ -370,6 +373,7 @@ class BernoulliMean(
             As ``fit``, with a finite `epsilon`, and after a fit by other methods, which keep no
             statistics.
         """
+        check_accumulates(self)
         self._require_targets(y)
         y = column_or_1d(y)
         check_labels(y)

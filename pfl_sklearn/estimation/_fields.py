@@ -54,7 +54,8 @@ GRID = parameter(
     text="""
         float or None
             Distance of the public values that rows are rounded to with ``publish="clients"``. None:
-            a 1024th of the distance of the bounds.
+            the distance of the bounds over 65,536. A coarse grid moves means by up to half a step,
+            which intervals do not include.
     """,
 )
 TARGET = parameter(

@@ -66,8 +66,10 @@ from pfl_sklearn.estimation._published._base import (
     PublishesClients,
     is_publishing,
     published_events,
+    refuse_statistics,
 )
 from pfl_sklearn.estimation._published._gaussian import check_published_means, published_means
+from pfl_sklearn.estimation._published._release import as_numbers
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.priors._resolve import default_prior, resolve_prior
@@ -76,6 +78,7 @@ from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._accumulate import (
     AccumulatedStatisticsMixin,
     accumulate_statistics,
+    check_accumulates,
     check_statistics,
 )
 
@@ -428,6 +431,7 @@ class GaussianMean(
             As ``fit``; with a finite `epsilon` or a quantizer also for statistics of weighted rows,
             and with a finite `epsilon` for those without `target_bound`.
         """
+        refuse_statistics(self)
         check_statistics(statistics)
         weights = statistics._weights()
         self._check_statistics(statistics, weights)
@@ -460,6 +464,7 @@ class GaussianMean(
             As ``fit``, with a finite `epsilon`, and after a fit by other methods, which keep no
             statistics.
         """
+        check_accumulates(self)
         y = self._checked_targets(y)
         statistics = accumulate_statistics(self, X, y, groups, sample_weight, None)
         return self._fit_accumulated(X, statistics)
@@ -487,11 +492,6 @@ class GaussianMean(
 
     def _check_statistics(self, statistics, weights):
         """Refuse what does not go with the columns and clients, before the ledger is charged."""
-        if self.publish is not None:
-            raise ValueError(
-                "fit_statistics cannot publish clients: their sums are not of whole steps of the "
-                "public grid; expected publish=None, or fit with the rows."
-            )
         d = statistics.n_targets
         known_vector("center", self.center, d)
         known_vector("noise_variance", self.noise_variance, d, "finite and non-negative")
@@ -506,6 +506,8 @@ class GaussianMean(
         """Validated observations (n,) or (n, d)."""
         self._require_targets(y)
         is_released = selected_release(self) is not None
+        if self.publish is not None:  # a refusal of an odd value would tell that it is there
+            y = as_numbers(y)
         with name_bad_columns(private=is_released):
             y = check_array(
                 y,
@@ -513,7 +515,6 @@ class GaussianMean(
                 ensure_2d=False,
                 input_name="y",
                 ensure_min_samples=0,
-                # A refusal of a missing value would tell that one of the rows lacks it.
                 ensure_all_finite=self.publish is None,
             )
         if not is_released:  # with a release, a refusal would reveal a client's values

@@ -56,6 +56,7 @@ from pfl_sklearn.estimation._published._base import (
     PublishesClients,
     is_publishing,
     published_events,
+    refuse_statistics,
 )
 from pfl_sklearn.estimation._published._count_attributes import (
     check_published_counts,
@@ -69,6 +70,7 @@ from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._accumulate import (
     AccumulatedStatisticsMixin,
     accumulate_statistics,
+    check_accumulates,
     check_statistics,
 )
 
@@ -361,6 +363,7 @@ class PoissonMean(
             by client that are not whole numbers, and an exposure that is no feature. With a finite
             `epsilon` sums of counts are rounded, and both are cut to their ranges.
         """
+        refuse_statistics(self)
         check_statistics(statistics)
         check_columns_of_statistics(statistics, exposure)
         participant_mask(self.participants, statistics.clients)
@@ -395,6 +398,7 @@ class PoissonMean(
             As ``fit``, with a finite `epsilon`, and after a fit by other methods, which keep no
             statistics.
         """
+        check_accumulates(self)
         self._require_targets(y)
         counts, exposed = check_exposed_counts("y", y, exposure).T
         features, name = None, None

@@ -50,6 +50,7 @@ from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._accumulate import (
     AccumulatedStatisticsMixin,
     accumulate_statistics,
+    check_accumulates,
     check_statistics,
     fit_accumulated,
 )
@@ -469,6 +470,7 @@ class PersonalizedLinearRegression(
             As ``fit``, for `groupings`, with a finite `epsilon`, and after a fit by other methods,
             which keep no statistics.
         """
+        check_accumulates(self)
         self._check_dense(X)
         check_not_column_name(groups)
         check_no_groupings(self.groupings, _WITHOUT_ROWS)

@@ -50,12 +50,9 @@ def check_statistics(statistics):
         )
 
 
-def accumulate_statistics(estimator, X, y, groups, sample_weight, features):
-    """ClientStatistics of the rows of earlier calls and these; `features` are (n_rows, d) or None.
-
-    The `estimator` keeps them as `_statistics`. Raises ValueError with a finite epsilon, after a
-    fit that kept no statistics, and for other columns.
-    """
+def check_accumulates(estimator):
+    """Raise ValueError with a finite epsilon, and after a fit that kept no statistics."""
+    # Before any row is read: an error in the rows of a private fit would show a value.
     name = type(estimator).__name__
     if math.isfinite(estimator.epsilon):
         raise ValueError(
@@ -63,13 +60,20 @@ def accumulate_statistics(estimator, X, y, groups, sample_weight, features):
             f"epsilon={estimator.epsilon:g}. Fit all rows at once, or add up ClientStatistics and "
             "call fit_statistics once."
         )
-    accumulated = getattr(estimator, "_statistics", None)
-    if accumulated is None and hasattr(estimator, "privacy_"):
+    if not hasattr(estimator, "_statistics") and hasattr(estimator, "privacy_"):
         raise ValueError(
             f"this {name} was not fitted by partial_fit, so it keeps no statistics of its rows; "
             "give a new one all rows by partial_fit, or add ClientStatistics and call "
             "fit_statistics."
         )
+
+
+def accumulate_statistics(estimator, X, y, groups, sample_weight, features):
+    """ClientStatistics of the rows of earlier calls and these; `features` are (n_rows, d) or None.
+
+    The `estimator` keeps them as `_statistics`. Raises ValueError for other columns.
+    """
+    accumulated = getattr(estimator, "_statistics", None)
     if accumulated is not None:
         validate_data(estimator, X, reset=False, skip_check_array=True)
     check_consistent_length(X, y)

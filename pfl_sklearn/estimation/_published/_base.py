@@ -13,12 +13,12 @@ from pfl_sklearn.privacy import PureEvent
 from pfl_sklearn.privacy._report import private_report
 
 _ADVERSARY = (
-    "anyone who sees what is published, whatever they know of all other rows; whoever adds the "
-    "noise is trusted with the rows"
+    "anyone who sees what is published, whatever they know of all other rows (whoever adds the "
+    "noise is trusted with the rows)"
 )
 _TABLES = (
     "values never cause a refusal: what is no number counts as the middle of the bounds, and the "
-    "rest is cut to them; only shapes, types and the public ids do"
+    "rest is cut to them; only shapes and the public ids do"
 )
 
 
@@ -52,6 +52,15 @@ def is_publishing(params: Any, unit: str) -> bool:
             f"{unit}; got inf, which protects nobody."
         )
     return True
+
+
+def refuse_statistics(params: Any) -> None:
+    """Refuse to publish clients of statistics, whose sums hold rows of any size and weight."""
+    if params.publish is not None:
+        raise ValueError(
+            "fit_statistics cannot publish clients, because sums that were not cut row by row may "
+            "hide a row of any size; expected publish=None, or fit with the rows."
+        )
 
 
 def refuse_unused(params: Any, names: tuple[str, ...]) -> None:
@@ -111,10 +120,10 @@ class PublishesClients(ClientMixin):
         ------
         ValueError
             If `client_id` was not seen in fit, or `privacy_` is not the report of the fitted
-            values.
+            values. Also as :meth:`release`, where every client is published.
         """
         alone = super().for_client(client_id)
-        return self._whole_copy() if self._is_published else alone
+        return self.release() if self._is_published else alone
 
     def release(self) -> Self:
         """What the privacy statement covers: the population, or with ``publish="clients"`` all.

@@ -14,6 +14,7 @@ from pfl_sklearn.privacy import DiscreteLaplaceMechanism, PrivacyReport
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import VALID_TABLES
 
+_LEAST_EPSILON = 0.01  # the work grows with the number of counts that noise may hide
 _PUBLISHED = (
     *("means_", "stds_", "local_means_", "noise_std_", "shrinkage_", "population_mean_"),
     *("population_mean_std_", "prior_", "icc_"),
@@ -25,6 +26,11 @@ def check_published_counts(
 ) -> None:
     """Refuse parameters that do not go together, before any data is touched."""
     refuse_unused(params, unused)
+    if params.epsilon < _LEAST_EPSILON:
+        raise ValueError(
+            f"epsilon must be at least {_LEAST_EPSILON} to publish counts, whose noise would have "
+            f"a standard deviation above {math.sqrt(2) / _LEAST_EPSILON:.0f}; got {params.epsilon}."
+        )
     if not isinstance(prior, family.priors.conjugate):
         raise ValueError(
             f"publish='clients' needs a {family.priors.conjugate.__name__}; got "

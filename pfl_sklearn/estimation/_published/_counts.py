@@ -9,16 +9,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import betaln, gammaln, logsumexp
+from scipy.special import betaln, expit, gammaln, logsumexp
 
 from pfl_sklearn.estimation._plausible_betas import BetaPriors
 from pfl_sklearn.estimation._plausible_gammas import GammaPriors
 from pfl_sklearn.priors._gamma import log_negative_binomial
 
-_PER_AXIS, _ENOUGH, _ROUNDS = 11, 6, 8  # nodes of a grid, those that must count, and zooms
-_NATS, _NEGLIGIBLE = 9.0, 1e-3  # below the maximum; weight of a node over the largest
+_PER_AXIS, _ENOUGH, _ROUNDS = 11, 6, 12  # nodes of a grid, those that must count, and zooms
+_SETTLED = 1.0  # nats by which the highest node may rise in the last round
+_NATS, _NEGLIGIBLE = 9.0, 1e-4  # below the maximum; weight of a node over the largest
 _TAIL = 14.0  # nats of the noise that a count is not searched beyond: 1e-6
-_LEAST_SHARE = 1e-6  # of the variance between clients, and one less it: neither end has a density
+_LEAST_SHARE = 1e-9  # of the variance between clients, and one less it
 _CELLS_AT_ONCE = 1 << 20  # populations times clients times counts: 8 MB an array
 
 
@@ -32,10 +33,11 @@ class ReleasedCounts(NamedTuple):
     def windows(self, upper):
         """Counts (m, w) that each client may have, and the logarithms of the noise's odds."""
         half = int(np.ceil(_TAIL * self.scale))
-        centre = np.clip(self.counts, 0, upper)
-        values = centre[:, None] + np.arange(-half, half + 1)
+        width = int(min(2 * half, np.max(upper))) + 1
+        start = np.clip(np.clip(self.counts, 0, upper) - half, 0, np.maximum(upper - width + 1, 0))
+        values = start[:, None] + np.arange(width)
         log_odds = -np.abs(self.counts[:, None] - values) / self.scale
-        possible = (values >= 0) & (values <= np.reshape(upper, (-1, 1)))
+        possible = values <= np.reshape(upper, (-1, 1))
         return np.where(possible, values, 0), np.where(possible, log_odds, -np.inf)
 
 
@@ -44,19 +46,24 @@ class CountFamily(NamedTuple):
 
     priors: Any  # PlausiblePriors, with shrinkage, intraclass correlation and quantiles
     upper: Callable[[np.ndarray], Any]  # largest count, of the sizes (m,)
-    # Parameters (k,) of a mean and of the share of the variance that lies between clients. Uniform
-    # priors of the share cover: those of other fits, Beta(1/2, 1/2), put so much weight near 0 that
-    # intervals of 100 clients with 5 rows cover .90 for .95.
+    # Parameters (k,) of the logit (or logarithm) of a mean and of the logit of the share of the
+    # variance that lies between clients.
     parameters: Callable[[np.ndarray, np.ndarray], Any]
+    log_prior: Callable[[np.ndarray], Any]  # of the first axis
     log_marginals: Callable[..., np.ndarray]  # of counts and sizes under a and b
     moments: Callable[..., Any]  # mean and variance of a client's value given its count
     row_variance: Callable[..., Any]  # of one trial, or unit of exposure, around a client's value
     range_of_means: Callable[[ReleasedCounts], tuple]  # of the first axis of the grid
 
 
-def _beta_parameters(means, shares):
-    concentration = 1 / np.clip(shares, _LEAST_SHARE, 1 - _LEAST_SHARE) - 1
-    return means * concentration, (1 - means) * concentration
+def _log_of_uniform(logits):
+    """Logarithm of the density of the logit of a uniform number."""
+    return -np.logaddexp(0, logits) - np.logaddexp(0, -logits)
+
+
+def _beta_parameters(logit_means, logit_shares):
+    # Of a share s, 1 / s - 1 is exp(-logit).
+    return expit(logit_means) * np.exp(-logit_shares), expit(-logit_means) * np.exp(-logit_shares)
 
 
 def _beta_binomial(counts, sizes, a, b):
@@ -71,9 +78,8 @@ def _beta_moments(counts, sizes, a, b):
     return mean, mean * (1 - mean) / (total + 1)
 
 
-def _gamma_parameters(log_means, shares):
-    shapes = 1 / np.clip(shares, _LEAST_SHARE, 1 - _LEAST_SHARE) - 1
-    return shapes, shapes / np.exp(log_means)
+def _gamma_parameters(log_means, logit_shares):
+    return np.exp(-logit_shares), np.exp(-logit_shares - log_means)
 
 
 def _gamma_moments(counts, sizes, a, b):
@@ -97,31 +103,33 @@ def _variance_of_events(mean, variance):
     return mean
 
 
-def _range_of_chances(released):
-    return 1e-4, 1 - 1e-4
+def _range_of_logits(released):
+    # From a tenth of a success in all trials to the same of a failure.
+    end = np.log(10.0 * released.sizes.sum() + 1)
+    return -end, end
 
 
 def _range_of_log_rates(released):
-    """Logarithms of rates from a tenth of an event to far more than the noise can hide."""
-    total = released.sizes.sum()
-    noise = released.scale * np.sqrt(2 * len(released.counts))
-    most = 3 * max(released.counts.sum(), 0) + 10 * noise + 10
-    return np.log(0.1 / total), np.log(most / total)
+    """Logarithms of rates from a tenth of an event in all to more than any client's noise hides."""
+    most = np.maximum(released.counts, 0) + 10 * released.scale + 10
+    return np.log(0.1 / released.sizes.sum()), np.log(3 * np.max(most / released.sizes))
 
 
 BINOMIAL = CountFamily(
     BetaPriors,
     _trials,
     _beta_parameters,
+    _log_of_uniform,
     _beta_binomial,
     _beta_moments,
     _variance_of_a_trial,
-    _range_of_chances,
+    _range_of_logits,
 )
 POISSON = CountFamily(
     GammaPriors,
     _no_limit,
     _gamma_parameters,
+    np.zeros_like,  # uniform in the logarithm of a mean rate
     log_negative_binomial,
     _gamma_moments,
     _variance_of_events,
@@ -166,11 +174,11 @@ def published_counts(family, released, known, of_table):
     """PublishedCounts of ReleasedCounts; `known` are the parameters (a, b) of a prior, or None."""
     values, log_odds = released.windows(family.upper(released.sizes))
     if known is None:
-        a, b = _plausible_priors(family, released, values, log_odds)
+        a, b, log_prior = _plausible_priors(family, released, values, log_odds)
     else:
-        a, b = (np.array([float(value)]) for value in known)
-    likelihoods = _log_likelihoods(family, released.sizes, values, log_odds, a, b)
-    weights = np.exp(likelihoods - likelihoods.max())
+        a, b, log_prior = (np.array([float(value)]) for value in (*known, 0.0))
+    heights = _log_likelihoods(family, released.sizes, values, log_odds, a, b) + log_prior
+    weights = np.exp(heights - heights.max())
     kept = weights > _NEGLIGIBLE
     a, b, weights = a[kept], b[kept], weights[kept] / weights[kept].sum()
     parts = [
@@ -179,6 +187,8 @@ def published_counts(family, released, known, of_table):
     ]
     means, stds, chances = (np.concatenate(part) for part in zip(*parts, strict=True))
     pooled = weights @ _shares_of_population(family, released, a, b, of_table)
+    if not of_table:  # they would fill the memory of the model for nothing
+        values, chances = values[:, :0], chances[:, :0]
     clients = means, stds, pooled, values, chances, released.sizes
     return PublishedCounts(family, a, b, weights, *clients, of_table)
 
@@ -194,21 +204,30 @@ def _shares_of_population(family, released, a, b, of_table):
 
 
 def _plausible_priors(family, released, values, log_odds):
-    """Parameters (k,) on a grid of means and shares, of which every cell has the same weight."""
-    low, high = np.array([family.range_of_means(released), (0.0, 1.0)]).T
+    """Parameters (k,) on a grid, and the logarithms of their priors.
+
+    The prior of the share is uniform. That of other fits, Beta(1/2, 1/2), puts so much weight near
+    0 that intervals of 100 clients with 5 rows cover .90 for .95.
+    """
+    end = -np.log(_LEAST_SHARE)
+    low, high = np.array([family.range_of_means(released), (-end, end)]).T
+    highest = -np.inf
     for _ in range(_ROUNDS):
         step = (high - low) / _PER_AXIS
         axes = low[:, None] + step[:, None] * (np.arange(_PER_AXIS) + 0.5)
         means, shares = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
         a, b = family.parameters(means, shares)
-        heights = _log_likelihoods(family, released.sizes, values, log_odds, a, b)
+        log_prior = family.log_prior(means) + _log_of_uniform(shares)
+        heights = _log_likelihoods(family, released.sizes, values, log_odds, a, b) + log_prior
         likely = heights.reshape(_PER_AXIS, _PER_AXIS) > heights.max() - _NATS
         counted = [np.flatnonzero(likely.any(axis=axis)) for axis in (1, 0)]
-        if min(map(len, counted)) >= _ENOUGH:
+        # A narrow maximum between the nodes shows as a higher one in the next round.
+        if min(map(len, counted)) >= _ENOUGH and heights.max() < highest + _SETTLED:
             break
+        highest = max(highest, heights.max())
         ends = np.array([axis[rows[[0, -1]]] for axis, rows in zip(axes, counted, strict=True)])
         low, high = np.maximum(low, ends[:, 0] - step), np.minimum(high, ends[:, 1] + step)
-    return a, b
+    return a, b, log_prior
 
 
 def _log_likelihoods(family, sizes, values, log_odds, a, b):

@@ -109,7 +109,7 @@ def _attributes(params, prior, released, nodes):
         "noise_variance_": float(noise),
         "population_mean_": float(mean),
         "population_mean_std_": float(np.sqrt(mean_variance)),
-        "icc_": float(between / (between + noise)),
+        "icc_": float(between / (between + noise)) if between + noise != 0 else 0.0,
         "log_likelihood_": nodes.log_likelihood,
         "_new_client_std": float(np.sqrt(between + mean_variance)),
         "_intervals": posterior,

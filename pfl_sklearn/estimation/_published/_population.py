@@ -215,7 +215,8 @@ class PublishedPosterior(NamedTuple):
             # theta given the exact mean has a share `own` of its deviation, and a variance.
             between = self.nodes.taus[:, None] ** 2
             own = between / spreads**2
-            variances = between * (1 - own) + own**2 * variances
+            least = (_LEAST_SPREAD * (released.bounds[1] - released.bounds[0])) ** 2
+            variances = np.maximum(between * (1 - own) + own**2 * variances, least)
             deviations, shares = own * deviations, 1 - own * (1 - shares)
         return centre + deviations, variances, shares
 

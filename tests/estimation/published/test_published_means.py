@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.base import clone
 
-from pfl_sklearn import GaussianMean, PrivacyWarning
+from pfl_sklearn import BernoulliMean, GaussianMean, PoissonMean, PrivacyWarning
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.datasets import load_radon
 from pfl_sklearn.priors import GaussianPrior
@@ -125,6 +125,19 @@ def test_clients_of_one_row():
     assert np.isfinite(fit(y, groups, noise_variance=1.0).means_).all()
     alone = fit(y[:6], np.zeros(6, dtype=int))
     assert np.isfinite([alone.means_[0], alone.stds_[0]]).all()
+
+
+@pytest.mark.parametrize("odd", [None, pd.NA, pd.NaT, "n/a", 10**400, 1j, [1.0], np.nan])
+def test_odd_values_are_no_errors(odd, monkeypatch):
+    monkeypatch.setattr(
+        DiscreteLaplaceMechanism, "privatize", lambda self, values, rng=None: values
+    )
+    y = Y.astype(object)
+    y[0] = odd
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fit(y).local_means_
+    assert_allclose(found, means_of([0.0, *Y[1:]], GROUPS), atol=1e-4)
 
 
 def test_values_that_are_no_numbers_count_as_the_middle(monkeypatch):
@@ -248,11 +261,17 @@ def test_input_that_does_not_fit():
         clone(model).fit(X, Y, groups=GROUPS, sample_weight=np.ones(len(Y)))
     with pytest.raises(ValueError, match="one output"):
         clone(model).fit(X, np.column_stack([Y, Y]), groups=GROUPS)
-    with pytest.raises(ValueError) as refused:
-        clone(model).fit(X, ["secret", *Y[1:]], groups=GROUPS)
-    assert "secret" not in str(refused.value)
     with pytest.raises(ValueError, match=r"partial_fit.*epsilon"):
         clone(model).partial_fit(X, Y, groups=GROUPS)
     statistics = ClientStatistics.from_rows(X, Y, groups=GROUPS)
-    with pytest.raises(ValueError, match="fit_statistics cannot publish clients"):
-        clone(model).fit_statistics(statistics)
+    labels = ClientStatistics.from_rows(X, (Y > 0).astype(float), groups=GROUPS)
+    for other, given in (
+        (model, statistics),
+        (BernoulliMean(unit="row", publish="clients", epsilon=1.0), labels),
+        (PoissonMean(unit="event", publish="clients", epsilon=1.0), labels),
+    ):
+        with pytest.raises(ValueError, match="fit_statistics cannot publish clients"):
+            clone(other).fit_statistics(given)
+        with pytest.raises(ValueError, match="is not private") as refused:
+            clone(other).partial_fit(X, [-3.25] * len(Y), groups=GROUPS)
+        assert "3.25" not in str(refused.value)

@@ -179,6 +179,8 @@ def test_bounds_from_the_data_are_convicted(monkeypatch):
         ((0.0, 0.0), None, "bounds must be two finite numbers"),
         ((0.0, np.inf), None, "bounds must be two finite numbers"),
         ((0.0, 1.0, 2.0), None, "bounds must be two finite numbers"),
+        ((0.0, 1e-321), None, "bounds must be at least 1e-290 and less than 1e308 apart"),
+        ((-1e308, 1e308), None, "bounds must be at least 1e-290 and less than 1e308 apart"),
         ((0.0, 1.0), 2.0, "grid=2.0 must divide"),
         ((0.0, 1.0), 1e-9, "grid=1e-09 must divide"),
         ((0.0, 1.0), 0.3, "whole number of steps of grid=0.3"),
@@ -190,6 +192,6 @@ def test_bounds_and_grids_that_do_not_fit(bounds, step, message):
 
 
 def test_grids():
-    assert public_grid((-2.5, 4.5), None) == (-2.5, 7 / 1024, 1024)
+    assert public_grid((-2.5, 4.5), None) == (-2.5, 7 / 2**16, 2**16)
     assert public_grid([0, 1], 0.1).n_steps == 10
     assert public_grid((0.0, 7.0), 1).bounds == (0.0, 7.0)

@@ -13,8 +13,8 @@ from pfl_sklearn.privacy import PureEvent
 from pfl_sklearn.privacy._report import private_report
 
 _ADVERSARY = (
-    "anyone who sees what is published, whatever they know of all other rows (whoever adds the "
-    "noise is trusted with the rows)"
+    "anyone who sees what is published, even with knowledge of all other rows; the server that "
+    "adds the noise is trusted with the rows"
 )
 _TABLES = (
     "values never cause a refusal: what is no number counts as the middle of the bounds, and the "

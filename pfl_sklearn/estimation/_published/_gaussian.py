@@ -46,8 +46,8 @@ def check_separable(params: Any, n_rows: Integers) -> None:
     """Refuse the target of a population that means of single rows do not tell from their rows."""
     if params.target == "population" and params.noise_variance is None and n_rows.max() == 1:
         raise ValueError(
-            "every client has one row, so the variance of a row cannot be told from that between "
-            "clients; expected target='table', or a noise_variance."
+            "every client has one row, so the variance of a row is not identifiable apart from "
+            "that between clients; expected target='table', or a noise_variance."
         )
 
 
@@ -71,11 +71,9 @@ def published_means(
     attributes = _attributes(params, prior, made.released, nodes)
     attributes["noise_std_"] = grid.step * made.sums.noise_std / n_rows
     low, high = grid.bounds
-    squares = (
-        ""
-        if made.squares is None
-        else (f", and on the squares of rows around them (epsilon {made.squares.epsilon:.3g})")
-    )
+    squares = ""
+    if made.squares is not None:
+        squares = f", and on the squares of rows around them (epsilon {made.squares.epsilon:.3g})"
     facts = {
         **made.sums.facts(),
         "epsilon": params.epsilon,

@@ -41,7 +41,7 @@ class ReleasedMeans(NamedTuple):
     scales: np.ndarray  # (m,), of the Laplace noise
     n_rows: np.ndarray  # (m,)
     bounds: tuple  # of a row
-    squares: ReleasedSquares | None  # None: the variance of rows is known, or cannot be told
+    squares: ReleasedSquares | None  # None: that variance is known, or not identifiable
 
 
 class KnownPopulation(NamedTuple):

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Self
@@ -15,6 +16,7 @@ from pfl_sklearn import __version__
 from pfl_sklearn._compat import fit_tasks
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy._accounting._events import as_json, check_value, from_json
+from pfl_sklearn.privacy._explanation import answers
 
 __all__ = ["PrivacyReport", "PrivacyWarning"]
 
@@ -220,6 +222,58 @@ class PrivacyReport:
     def to_json(self) -> str:
         """The report as JSON text."""
         return json.dumps(self.to_dict(), allow_nan=False, indent=2)
+
+    def explain(self, audience: str = "public") -> str:
+        """The report in words: who is protected, from whom, how well, and what is not covered.
+
+        Parameters
+        ----------
+        audience : {"public", "technical"}, default="public"
+            For whom: "public" answers eleven questions of a person whose data are in the table;
+            "technical" gives the answers under the headings of NIST SP 800-226, with the
+            parameters, the mechanism, the adversary and all warnings.
+
+        Returns
+        -------
+        str
+            Paragraphs of at most 100 characters a line.
+
+        Raises
+        ------
+        ValueError
+            If `audience` is anything else.
+
+        References
+        ----------
+        Near, Darais, Lefkovitz and Howarth (2025). Guidelines for Evaluating Differential Privacy
+        Guarantees. NIST SP 800-226.
+        """
+        paragraphs = (
+            f"{title}\n{textwrap.fill(text, 96, initial_indent='  ', subsequent_indent='  ')}"
+            for title, text in self._explanation(audience)
+        )
+        return "\n\n".join(paragraphs)
+
+    def to_markdown(self, audience: str = "technical") -> str:
+        """The text of :meth:`explain` in Markdown, for the page on which figures are published.
+
+        Parameters
+        ----------
+        audience : {"public", "technical"}, default="technical"
+            As in :meth:`explain`.
+        """
+        parts = (f"### {title}\n\n{text}" for title, text in self._explanation(audience))
+        return "\n\n".join(parts) + "\n"
+
+    def _explanation(self, audience: str) -> Iterator[tuple[str, str]]:
+        """Titles and texts for an audience."""
+        audiences = ("public", "technical")
+        check_value("audience", audience, audience in audiences, f"one of {audiences}")
+        for answer in answers(self):
+            if audience == "public":
+                yield answer.question, answer.plain
+            else:
+                yield answer.heading, f"{answer.plain} {answer.technical.strip()}".rstrip()
 
     def __str__(self) -> str:
         # Most fits are not private: a list of everything that is not covered would add nothing.

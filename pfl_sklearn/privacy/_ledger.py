@@ -16,7 +16,7 @@ from pfl_sklearn._unwrap import core_estimator
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy import _ledger_file
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
-from pfl_sklearn.privacy._accounting._events import Event, event_from_dict
+from pfl_sklearn.privacy._accounting._events import Event, check_value, event_from_dict
 from pfl_sklearn.privacy._report import PrivacyWarning
 from pfl_sklearn.privacy._spending import (
     UNPROTECTED,
@@ -58,8 +58,15 @@ class PrivacyLedger:
         for a new file. Local mechanisms and private clustering have a finite epsilon under
         "replace_one" only.
     unit : {"client", "row", "event"} or None, default=None
-        What is protected; fits with another unit are refused. None takes that of an existing file,
-        and "client" for a new file.
+        What is protected; fits with another unit are refused, but a ledger of rows under
+        "replace_one" takes fits that protect clients, whose epsilon holds for each of their rows.
+        None takes that of an existing file, and "client" for a new file.
+    period : {"year", "quarter", "month"} or None, default=None
+        What the budget is for. None takes that of an existing file; a new file then has one budget
+        for good.
+    owner, purpose : str or None, default=None
+        Who answers for the fits that this object records, and what they are for. Every entry keeps
+        them; another object for the same file may have others.
 
     Attributes
     ----------
@@ -69,6 +76,7 @@ class PrivacyLedger:
     delta : float
     relation : str
     unit : str
+    period, owner, purpose : str or None
 
     Raises
     ------
@@ -90,6 +98,10 @@ class PrivacyLedger:
     *Adding and removing.* Most releases take the number of clients as public. Under "add_remove"
     they count with their figures under "zero_out": they protect what a client contributes. The
     printed ledger names their entries.
+
+    *Periods.* With `period`, fits of one calendar year, quarter or month (UTC, by the clocks of the
+    machines) share the budget. That is a rule for those who fit, and no renewal: what a client
+    loses over all periods is :meth:`total`, which counts every entry.
 
     *When a fit counts.* The budget is checked and the entry written, under a lock (``flock``: POSIX
     systems, and file systems that honour it), before the fit reads any data. The incomplete line of
@@ -145,8 +157,13 @@ class PrivacyLedger:
         delta: float | None = None,
         relation: str | None = None,
         unit: str | None = None,
+        period: str | None = None,
+        owner: str | None = None,
+        purpose: str | None = None,
     ) -> None:
-        settings = _ledger_file.checked_settings(budget, delta, relation, unit)
+        settings = _ledger_file.checked_settings(budget, delta, relation, unit, period)
+        for name, value in (("owner", owner), ("purpose", purpose)):
+            check_value(name, value, value is None or isinstance(value, str), "a str or None")
         # Links are resolved, so that a ledger equals itself whichever link it was opened through.
         self.path = os.path.realpath(path)
         # The settings of the file count: other copies of the ledger were opened with them.
@@ -156,6 +173,8 @@ class PrivacyLedger:
         self.budget = None if header["budget"] is None else (header["budget"], self.delta)
         self.relation: str = header["relation"]
         self.unit: str = header["unit"]
+        self.period: str | None = header["period"]
+        self.owner, self.purpose = owner, purpose
 
     def spend(
         self,
@@ -193,25 +212,33 @@ class PrivacyLedger:
             If the entry cannot be written. It does not count.
         """
         events = tuple(events)
-        # Epsilons of rows and of clients do not compose: a client may have any number of rows.
-        if unit != self.unit:
+        if not self._covers(unit):
             raise ValueError(
                 f"{what} has unit={unit!r}, but the privacy ledger {self.path} has "
                 f"unit={self.unit!r}; use another ledger with unit={unit!r}."
             )
-        entry, tags = self._new_entry(events, what, seed, first_round)
+        entry, tags = self._new_entry(events, what, unit, seed, first_round)
         # The budget is checked under the lock of the file. Two processes that checked first and
         # wrote afterwards could spend the same rest twice.
         _ledger_file.append_entry(self.path, self._id, partial(self._checked_entry, entry, tags))
 
+    def _covers(self, unit: str) -> bool:
+        """Whether epsilons of this unit hold for that of the ledger."""
+        # A row replaced is a client replaced, but a client may have any number of rows.
+        return unit == self.unit or (
+            unit == "client" and (self.unit, self.relation) == ("row", "replace_one")
+        )
+
     def _new_entry(
-        self, events: tuple[Event, ...], what: str, seed: Any, first_round: int
+        self, events: tuple[Event, ...], what: str, unit: str, seed: Any, first_round: int
     ) -> tuple[dict[str, Any], list[str]]:
         """An entry without a number, and the tags of its seed up to its last round."""
+        named = {"owner": self.owner, "purpose": self.purpose}
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "what": what,
-            "unit": self.unit,
+            "unit": unit,
+            **{name: text for name, text in named.items() if text is not None},
             "events": [event.to_dict() for event in events],
             "process": os.getpid(),
         }
@@ -233,7 +260,10 @@ class PrivacyLedger:
             names the entry. Another one names entries that protect contributions only, although
             `relation` is "add_remove".
         """
-        entries = self.entries
+        return self._total(self.entries)
+
+    def _total(self, entries: list[dict[str, Any]]) -> float:
+        """Epsilon of entries together, with a warning of what it does not say."""
         total = self._epsilon(entries)
         # One warning: once nothing is protected, weaker protection is of no interest.
         if math.isinf(total):
@@ -249,11 +279,21 @@ class PrivacyLedger:
         Returns
         -------
         float
-            The budget less the total, at least 0; infinity without a budget. Gaussian releases may
-            add up to more, because they cost less than the sum of their epsilons: ask
-            :meth:`can_spend`.
+            The budget less what was spent (in the current period, if there are periods), at least
+            0; infinity without a budget. Gaussian releases may add up to more, because they cost
+            less than the sum of their epsilons: ask :meth:`can_spend`.
         """
-        return math.inf if self.budget is None else max(self.budget[0] - self.total(), 0.0)
+        if self.budget is None:
+            return math.inf
+        entries = self._of_period(self.entries, datetime.now(UTC).isoformat())
+        return max(self.budget[0] - self._total(entries), 0.0)
+
+    def _of_period(self, entries: list[dict[str, Any]], time: str) -> list[dict[str, Any]]:
+        """Entries that share the budget with an entry of this time."""
+        if self.period is None:
+            return entries
+        period = _period_name(time, self.period)
+        return [each for each in entries if _period_name(each["time"], self.period) == period]
 
     def can_spend(self, estimator: Any) -> bool:
         """Whether one fit of an unfitted estimator is within the budget; nothing is written.
@@ -271,12 +311,13 @@ class PrivacyLedger:
             budget. Other processes may spend the rest before the fit.
         """
         cost = stated_cost(estimator)
-        if cost.unit != self.unit:
+        if not self._covers(cost.unit):
             return False
         events = UNPROTECTED if cost.events is None else cost.events
         seed = noise_seed(core_estimator(estimator)) if cost.seeded else None
         try:
-            self._checked_entry(*self._new_entry(events, "a fit", seed, 0), self.entries)
+            new = self._new_entry(events, "a fit", cost.unit, seed, 0)
+            self._checked_entry(*new, self.entries)
         except BudgetExceeded:
             return False
         return True
@@ -287,8 +328,9 @@ class PrivacyLedger:
 
         The keys are "entry" (its number), "time" (UTC), "what", "unit", "events" (a list of dicts),
         "process" (its id) and "previous" (the SHA-256, in hexadecimal, of the line before it
-        without its newline). A seeded fit also has "seed" (a digest) and, if an earlier entry has
-        the same noise, "seed_of" (the number of that entry).
+        without its newline). "owner" and "purpose" are there if they were given. A seeded fit also
+        has "seed" (a digest) and, if an earlier entry has the same noise, "seed_of" (the number of
+        that entry).
         """
         return _ledger_file.read_entries(self.path, self._id)
 
@@ -298,10 +340,11 @@ class PrivacyLedger:
         Returns
         -------
         DataFrame
-            Columns ``time`` (UTC), ``what``, ``unit``, ``events`` (their kinds), and ``epsilon`` of
-            the entry alone at `delta` and under `relation`. If `relation` is "add_remove", an entry
-            that protects what a client contributes, not that it takes part, has its epsilon under
-            "zero_out". For Gaussian releases the total is smaller than the sum of these.
+            Columns ``time`` (UTC), ``what``, ``owner``, ``purpose``, ``unit``, ``events`` (their
+            kinds), and ``epsilon`` of the entry alone at `delta` and under `relation`. If
+            `relation` is "add_remove", an entry that protects what a client contributes, not that
+            it takes part, has its epsilon under "zero_out". For Gaussian releases the total is
+            smaller than the sum of these.
         """
         return self._frame(self.entries)
 
@@ -311,6 +354,8 @@ class PrivacyLedger:
             {
                 "time": pd.to_datetime([entry["time"] for entry in entries], utc=True),
                 "what": [entry["what"] for entry in entries],
+                "owner": [entry.get("owner") for entry in entries],
+                "purpose": [entry.get("purpose") for entry in entries],
                 "unit": [entry["unit"] for entry in entries],
                 "events": [", ".join(e["kind"] for e in entry["events"]) for entry in entries],
                 "epsilon": [self._epsilon([entry]) for entry in entries],
@@ -326,6 +371,10 @@ class PrivacyLedger:
         entries = self.entries
         table, total = self._frame(entries), self._epsilon(entries)
         budget = "no budget" if self.budget is None else f"of a budget of {self.budget[0]:.4g}"
+        if self.budget is not None and self.period is not None:
+            now = datetime.now(UTC).isoformat()
+            spent = self._epsilon(self._of_period(entries, now))
+            budget = f"{spent:.4g} in {_period_name(now, self.period)} {budget} a {self.period}"
         lines = [
             f"Privacy ledger {self.path}",
             f"  spent: epsilon = {total:.4g}, {budget}, at delta = {self.delta:.4g} "
@@ -338,9 +387,11 @@ class PrivacyLedger:
             lines.append(f"  {caveat}")
         if len(table) > _PRINTED_ENTRIES:
             lines.append(f"  the last {_PRINTED_ENTRIES}:")
-        # Without the unit, which is the ledger's own for every entry.
+        # Without what all entries have in common with the ledger, or lack.
         if len(table):
-            shown = table.drop(columns="unit").tail(_PRINTED_ENTRIES)
+            shown = table.tail(_PRINTED_ENTRIES).dropna(axis="columns", how="all")
+            if (shown["unit"] == self.unit).all():
+                shown = shown.drop(columns="unit")
             lines.append(shown.to_string(float_format="%.4g"))
         return "\n".join(lines)
 
@@ -394,6 +445,7 @@ class PrivacyLedger:
     ) -> None:
         """Raise BudgetExceeded if `entries` and the entry together exceed the budget."""
         # Composed and not added: Gaussian releases cost less than the sum of their epsilons.
+        entries = self._of_period(entries, entry["time"])
         together = [*entries, entry]
         total, alone = self._epsilon(together), self._epsilon([entry])
         if total <= budget * (1 + _BUDGET_TOLERANCE):
@@ -405,9 +457,10 @@ class PrivacyLedger:
         elif math.isinf(total):
             reason_together = f" ({self._why_total_is_infinite(together)})"
         caveat = "; some fits count under zero_out" if self._caveat(together) else ""
+        period = f" in {_period_name(entry['time'], self.period)}" if self.period else ""
         raise BudgetExceeded(
             f"{entry['what']} asks for epsilon = {alone:.6g}{reason_alone}; with the "
-            f"{self._epsilon(entries):.6g} spent so far the total would be {total:.6g}"
+            f"{self._epsilon(entries):.6g} spent so far{period} the total would be {total:.6g}"
             f"{reason_together}, above the budget of {budget:.6g} (at delta = {self.delta:.4g}, "
             f"{self.relation}{caveat}) of {self.path}{self._advice(together, budget)}. The fit was "
             "refused before any data were read."
@@ -524,6 +577,14 @@ def _with_repeated_seed(
             events = [*entry["events"], *(event.to_dict() for event in UNPROTECTED)]
             return {**entry, "events": events, "seed_of": earlier["entry"]}
     return entry
+
+
+def _period_name(time: str, period: str) -> str:
+    """Calendar year, quarter or month of a time of an entry."""
+    date = datetime.fromisoformat(time).astimezone(UTC)
+    if period == "year":
+        return f"{date.year}"
+    return f"{date.year} Q{(date.month + 2) // 3}" if period == "quarter" else f"{date:%Y-%m}"
 
 
 def _n_rounds(entry: dict[str, Any]) -> int:

@@ -29,14 +29,21 @@ except ImportError:  # not a POSIX system: no lock, hence no ledger, but the pac
 
 # Settings of a new ledger where none are given. The relation is "replace_one", because local
 # mechanisms and private clustering have a finite epsilon under no other.
-_DEFAULTS = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "client"}
-_FORMAT, _VERSION = "pfl_sklearn privacy ledger", 2
+_DEFAULTS = {
+    "budget": None,
+    "delta": 1e-5,
+    "relation": "replace_one",
+    "unit": "client",
+    "period": None,
+}
+_FORMAT, _VERSION = "pfl_sklearn privacy ledger", 3
 _CHOICES = {
     "relation": ("replace_one", "zero_out", "add_remove"),
     "unit": ("client", "row", "event"),
+    "period": ("year", "quarter", "month"),
 }
-_SETTINGS = {"id", "budget", "delta", "relation", "unit"}
-# "process" and "seed" may be missing: the total needs neither.
+_SETTINGS = {"id", *_DEFAULTS}
+# "process", "seed", "owner" and "purpose" may be missing: the total needs none of them.
 _ENTRY_KEYS = {"entry", "time", "what", "unit", "events", "previous"}
 _CHECKSUM = "crc32"  # of the line without it
 # Every ledger begins like this. A file that holds only a part of it was cut off when it was
@@ -87,7 +94,9 @@ def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
     return header
 
 
-def checked_settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[str, Any]:
+def checked_settings(
+    budget: Any, delta: Any, relation: Any, unit: Any, period: Any
+) -> dict[str, Any]:
     """Settings of a ledger that are not None, by name; ValueError if one is out of range."""
     # A pair sets delta too. Giving the same delta again is allowed, so that settings can be reused.
     epsilon = budget
@@ -102,12 +111,13 @@ def checked_settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[
     check_value("budget", budget, valid, expected)
     valid = delta is None or (_is_number(delta) and 0 < delta < 1)
     check_value("delta", delta, valid, "in (0, 1)")
-    for name, value in (("relation", relation), ("unit", unit)):
+    choice = {"relation": relation, "unit": unit, "period": period}
+    for name, value in choice.items():
         choices = ", ".join(_CHOICES[name])
         check_value(name, value, value in (None, *_CHOICES[name]), f"one of {choices}, or None")
     # None comes from the file. Plain floats survive JSON unchanged, so settings can be compared for
     # equality.
-    settings = {"budget": epsilon, "delta": delta, "relation": relation, "unit": unit}
+    settings = {"budget": epsilon, "delta": delta, **choice}
     return {
         name: float(value) if _is_number(value) else value
         for name, value in settings.items()

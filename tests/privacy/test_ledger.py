@@ -3,6 +3,7 @@
 import math
 import os
 import pickle
+from datetime import datetime
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -19,6 +20,7 @@ from pfl_sklearn.privacy import (
     PrivacyLedger,
     PureEvent,
     SampledGaussian,
+    _ledger,
     _ledger_file,
     gdp_epsilon,
     gdp_mu,
@@ -216,8 +218,75 @@ def test_another_unit_is_refused(path):
         ledger.spend([GAUSSIAN], what="Somebody", unit="row")
     rows = PrivacyLedger(path.with_name("rows"), unit="row")
     rows.spend([GAUSSIAN], what="Somebody", unit="row")
-    with pytest.raises(ValueError, match=r"Somebody.*\bclient\b.*\brow\b.*unit='client'"):
-        spend(rows)
+    with pytest.raises(ValueError, match=r"Somebody.*\bevent\b.*\brow\b.*unit='event'"):
+        rows.spend([GAUSSIAN], what="Somebody", unit="event")
+
+
+def test_a_replaced_row_is_a_replaced_client(path):
+    rows = PrivacyLedger(path, budget=1.0, unit="row")
+    counts = PoissonMean(epsilon=0.6, cap=5)
+    assert rows.can_spend(counts)
+    rows.spend([PureEvent(0.6, 0.0, "replace_one")], what="Somebody", unit="client")
+    assert rows.entries[0]["unit"] == "client"
+    assert not rows.can_spend(counts)
+    assert "client" in str(rows).splitlines()[-1]
+    # A client's contribution replaced by nothing says nothing of one replaced row.
+    zeroed = PrivacyLedger(path.with_name("zeroed"), unit="row", relation="zero_out")
+    assert not zeroed.can_spend(counts)
+    with pytest.raises(ValueError, match="Somebody has unit='client'"):
+        spend(zeroed)
+
+
+class Clock:
+    """Times that entries get, as datetime.now gives them."""
+
+    def __init__(self, monkeypatch):
+        self.time = "2026-11-29T12:00:00+00:00"
+        monkeypatch.setattr(_ledger, "datetime", self)
+
+    def now(self, zone):
+        return datetime.fromisoformat(self.time).astimezone(zone)
+
+    fromisoformat = staticmethod(datetime.fromisoformat)
+
+
+@pytest.mark.parametrize(
+    ("period", "name", "same", "next_one"),
+    [
+        ("year", "2026", "2026-12-31T23:59:59+00:00", "2027-01-01T00:30:00+00:00"),
+        ("quarter", "2026 Q4", "2026-10-01T00:00:00+00:00", "2026-12-31T23:30:00-01:00"),
+        ("month", "2026-11", "2026-11-01T00:00:00+00:00", "2026-12-01T00:00:00+00:00"),
+    ],
+)
+def test_budgets_of_periods(path, monkeypatch, period, name, same, next_one):
+    clock = Clock(monkeypatch)
+    ledger = PrivacyLedger(path, budget=1.0, period=period)
+    half = [PureEvent(0.5, 0.0, "replace_one")]
+    spend(ledger, events=half)
+    clock.time = same
+    spend(ledger, events=half)
+    assert ledger.remaining() == pytest.approx(0.0, abs=1e-4)
+    assert f"1 in {name} of a budget of 1 a {period}" in str(ledger)
+    with pytest.raises(BudgetExceeded, match=rf"spent so far in {name} the total"):
+        spend(ledger, events=half)
+    assert not ledger.can_spend(PoissonMean(epsilon=0.5, cap=5))
+    clock.time = next_one
+    assert ledger.remaining() == pytest.approx(1.0)
+    spend(PrivacyLedger(path), events=half)
+    assert ledger.total() == pytest.approx(1.5, abs=1e-3)  # what clients lose is never renewed
+
+
+def test_owner_and_purpose(path):
+    mine = spend(PrivacyLedger(path, owner="Ana", purpose="yearbook"))
+    spend(PrivacyLedger(path, owner="Bo"))
+    spend(PrivacyLedger(path))
+    table = mine.to_frame()
+    assert table["owner"].fillna("").tolist() == ["Ana", "Bo", ""]
+    assert table["purpose"].fillna("").tolist() == ["yearbook", "", ""]
+    assert "yearbook" in str(mine)
+    assert pickle.loads(pickle.dumps(mine)).purpose == "yearbook"
+    printed = str(spend(PrivacyLedger(path.with_name("nobody")))).splitlines()
+    assert "purpose" not in " ".join(printed[1:])
 
 
 def test_exceptions_travel_between_processes():
@@ -275,6 +344,7 @@ def test_settings_stay_with_the_file(path):
         ({"delta": 0.1}, r"delta=1e-05.*delta=0\.1"),
         ({"relation": "add_remove"}, r"relation='replace_one'.*relation='add_remove'"),
         ({"unit": "row"}, r"unit='client'.*unit='row'"),
+        ({"period": "year"}, r"period=None.*period='year'"),
     ],
 )
 def test_other_settings_are_refused(path, settings, message):
@@ -300,6 +370,8 @@ def test_other_settings_are_refused(path, settings, message):
         ({"delta": 0.0}, r"delta.*\(0, 1\).*\b0\.0\b"),
         ({"relation": "swap"}, r"relation.*replace_one, zero_out, add_remove.*None.*'swap'"),
         ({"unit": "user"}, r"unit.*client, row.*None.*'user'"),
+        ({"period": "week"}, r"period.*year, quarter, month.*None.*'week'"),
+        ({"owner": 3}, r"owner.*str or None.*3"),
     ],
 )
 def test_bad_settings(path, params, message):
@@ -402,11 +474,11 @@ def test_other_files_are_left_alone(path, text):
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 2])
 def test_another_version_of_the_format(path, version):
     PrivacyLedger(path)
-    path.write_text(path.read_text().replace('"version": 2', f'"version": {version}'))
-    with pytest.raises(ValueError, match=rf"ledger\.jsonl.*version {version}\b.*\b2\b"):
+    path.write_text(path.read_text().replace('"version": 3', f'"version": {version}'))
+    with pytest.raises(ValueError, match=rf"ledger\.jsonl.*version {version}\b.*\b3\b"):
         PrivacyLedger(path)
 
 

@@ -41,7 +41,7 @@ def ledger(path):
 
 def test_entries_hold_the_hash_of_the_line_before(path, ledger):
     lines = lines_of(path)
-    assert json.loads(lines[0])["version"] == 2
+    assert json.loads(lines[0])["version"] == 3
     hashes = [hashlib.sha256(line.encode()).hexdigest() for line in lines[:-1]]
     assert [entry["previous"] for entry in ledger.entries] == hashes
     assert len(PrivacyLedger(path).entries) == 5

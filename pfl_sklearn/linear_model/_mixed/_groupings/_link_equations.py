@@ -39,6 +39,7 @@ _SLACK = 1e-12  # relative decrease of an objective that counts as rounding
 _SHORTEST = 1e-8  # share of a Newton step
 _MOST_STEPS = 100  # of Newton's method to a mode
 _MOST_TILTS = 30  # the addition to the score shrinks by a factor of five or more at each
+_ASTRAY = 100.0  # times the smallest error, where the additions grow without bound
 _LEAST_RESPONSE = 0.1  # of the error to a step, over the step; the rest is no information
 TILTED = 1e-5  # standard errors by which the population may be off in a search
 SETTLED = 1e-6  # the same in a result, of which differences are taken
@@ -309,24 +310,28 @@ class LinkPoints:
 
     def at(self, roots, noise=None, tol=TILTED):
         """LinkEquations at roots of the covariances; the noise variance is 1."""
-        state, self.converged = self.state, False
+        state = self.state
         if not self.model.design.dense:
             tol = max(tol, _LOOSE_TILT)
-        step, change = None, None
+        step, change, best = None, None, np.inf
         for _ in range(_MOST_TILTS):
-            equations = self._mode(roots, state)
-            before, change = change, equations.tilt - state.tilt
+            found = self._mode(roots, state)
+            before, change = change, found.tilt - state.tilt
             if step is not None:
                 self._learn(step, change - before)
             # By conjugate gradients rounding may leave a small square below 0.
-            distance = np.sqrt(abs(change @ equations.population_covariance @ change))
+            distance = np.sqrt(abs(change @ found.population_covariance @ change))
             step = self._inverse @ change
-            inner, outer = equations.standardized
+            inner, outer = found.standardized
             state = LinkState(inner, outer, state.tilt + step)
-            if distance <= tol:
-                self.converged = True
+            if distance < best:
+                best, equations, self.state = distance, found, state
+            if distance <= tol or distance > _ASTRAY * best:
                 break
-        self.state = state
+        self.converged = best <= tol
+        if not self.converged:  # what was learnt led astray: begin again near the best point
+            self.state = LinkState(*equations.standardized, equations.tilt)
+            self._inverse = np.eye(len(equations.tilt))
         return equations
 
     def _learn(self, step, change):

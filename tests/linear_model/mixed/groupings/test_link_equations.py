@@ -44,9 +44,13 @@ def make(family, dense=True):
 
 
 def solve(model, roots=ROOTS, tol=SETTLED):
+    return points_of(model).at(roots, tol=tol)
+
+
+def points_of(model):
     n_effects = sum(each.n_effects for each in model.groupings[1:])
     start = LinkState(np.zeros(model.groupings[0].n_effects), np.zeros(n_effects + P), np.zeros(P))
-    return LinkPoints(model, start).at(roots, tol=tol)
+    return LinkPoints(model, start)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -84,6 +88,20 @@ def test_modes_shifts_and_variances(case):
     found = np.concatenate([each.ravel() for each in equations.shifts])
     assert_allclose(found, shifts, atol=1e-7)
     assert_allclose(dense.model.changes(equations.shifts), dense.Z @ shifts, atol=1e-7)
+
+
+def test_a_tilt_that_is_not_found_leaves_the_points_where_they_were(case, monkeypatch):
+    dense, equations = case
+    points = points_of(dense.model)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            LinkPoints, "_learn", lambda self, *_: setattr(self, "_inverse", -9 * np.eye(P))
+        )
+        assert np.isfinite(points.at(ROOTS, tol=SETTLED).criterion)
+        assert not points.converged
+    again = points.at(ROOTS, tol=SETTLED)
+    assert points.converged
+    assert again.criterion == pytest.approx(equations.criterion, abs=1e-8)
 
 
 def test_slopes_by_differences(case):

@@ -41,6 +41,7 @@ from pfl_sklearn.estimation._fields import (
     TARGET,
     UNCERTAINTY,
 )
+from pfl_sklearn.estimation._made_up_tables import PlansProportions
 from pfl_sklearn.estimation._plausible_betas import BetaPriors
 from pfl_sklearn.estimation._printed._proportions import (
     PRINTED_WEIGHTS,
@@ -86,7 +87,12 @@ _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
 
 @with_parameters
 class BernoulliMean(
-    ClientClassifierMixin, PublishesClients, AccumulatedStatisticsMixin, PrivateFit, BaseClientMean
+    ClientClassifierMixin,
+    PlansProportions,
+    PublishesClients,
+    AccumulatedStatisticsMixin,
+    PrivateFit,
+    BaseClientMean,
 ):
     r"""Each client's probability of a binary outcome, shrunk as far as the data warrant.
 

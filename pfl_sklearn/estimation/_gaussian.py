@@ -43,6 +43,7 @@ from pfl_sklearn.estimation._gaussian_release import (
     gaussian_from_release,
     gaussian_prior_events,
 )
+from pfl_sklearn.estimation._made_up_tables import PlansGaussianMeans
 from pfl_sklearn.estimation._mean_estimates import (
     exact_means,
     gaussian_from_means,
@@ -108,7 +109,12 @@ _ESTIMATORS = {
 
 @with_parameters
 class GaussianMean(
-    MeanRegressorMixin, PublishesClients, AccumulatedStatisticsMixin, PrivateFit, BaseClientMean
+    MeanRegressorMixin,
+    PlansGaussianMeans,
+    PublishesClients,
+    AccumulatedStatisticsMixin,
+    PrivateFit,
+    BaseClientMean,
 ):
     r"""Each client's mean, shrunk towards the population as far as the data warrant.
 

@@ -51,6 +51,7 @@ from pfl_sklearn.estimation._fields import (
     TARGET,
     UNCERTAINTY,
 )
+from pfl_sklearn.estimation._made_up_tables import PlansRates
 from pfl_sklearn.estimation._plausible_gammas import GammaPriors, new_client_variance
 from pfl_sklearn.estimation._published._base import (
     PublishesClients,
@@ -79,7 +80,12 @@ _PUBLIC_OF_RATES = ("population_mean_", "population_mean_std_", "prior_", "icc_"
 
 @with_parameters
 class PoissonMean(
-    MeanRegressorMixin, PublishesClients, AccumulatedStatisticsMixin, PrivateFit, BaseClientMean
+    MeanRegressorMixin,
+    PlansRates,
+    PublishesClients,
+    AccumulatedStatisticsMixin,
+    PrivateFit,
+    BaseClientMean,
 ):
     r"""Each client's rate of events, shrunk as far as the data warrant: credibility.
 

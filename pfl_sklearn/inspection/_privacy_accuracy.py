@@ -305,6 +305,34 @@ class PrivacyAccuracyDisplay:
             promise=promise_of(unit, relation, delta),
         ).plot(ax=ax)
 
+    @classmethod
+    def from_expected_error(cls, table: pd.DataFrame, *, ax: Axes | None = None) -> Self:
+        """Plot the errors that a plan expects, against epsilon.
+
+        Parameters
+        ----------
+        table : DataFrame
+            As :meth:`GaussianMean.expected_error
+            <pfl_sklearn.estimation.GaussianMean.expected_error>` and its like return it.
+        ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
+        """
+        parts = {"": table}
+        if table.index.nlevels == 2:  # a line for every coefficient
+            parts = {f", {name}": part for name, part in table.groupby("coefficient", sort=False)}
+        curves = [
+            ScoreCurve(
+                f"{of}{name}",
+                part.index.get_level_values("epsilon").to_numpy(dtype=float),
+                part[of].to_numpy(),
+                np.full(len(part), np.nan),
+            )
+            for name, part in parts.items()
+            for of in ("population", "clients")
+        ]
+        promise = promise_of(**table.attrs["promise"])
+        return cls(curves=curves, score_name="expected error", promise=promise).plot(ax=ax)
+
     def plot(self, *, spread: bool = True, ax: Axes | None = None) -> Self:
         """Draw the display.
 

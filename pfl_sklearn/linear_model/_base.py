@@ -21,6 +21,7 @@ from pfl_sklearn.base import ClientMixin, check_level, read_rows
 from pfl_sklearn.linear_model._algebra import client_predictors
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._effect_table import EffectTableMixin
+from pfl_sklearn.linear_model._made_up_rows import PlansRegressions
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
 from pfl_sklearn.linear_model._row_space import RowSpace, warn_rows_outside
 from pfl_sklearn.linear_model._summary_tables import PopulationSummaryMixin
@@ -45,6 +46,7 @@ class BasePersonalizedRegression(
     PopulationSummaryMixin,
     EffectTableMixin,
     CoefTableMixin,
+    PlansRegressions,
     ClientMixin,
     PrivateFit,
     BaseEstimator,

@@ -334,6 +334,12 @@ class PersonalizedLinearRegression(
     )
     random_state = parameter()
 
+    _guesses = (True, True)
+
+    @staticmethod
+    def _draw_response(predictors, noise_variance, rng):
+        return predictors + np.sqrt(noise_variance) * rng.normal(size=len(predictors))
+
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
         self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None

@@ -187,6 +187,10 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         """
         return self._fit_link(X, y, groups, sample_weight, partial(checked_offset, offset))
 
+    @staticmethod
+    def _draw_response(predictors, noise_variance, rng):
+        return (rng.random_sample(len(predictors)) < 1 / (1 + np.exp(-predictors))).astype(int)
+
     def _checked_response(self, y, with_offset=False):
         check_labels(y)
         return y

@@ -218,6 +218,10 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         """
         return self._fit_link(X, y, groups, sample_weight, partial(_log_offset, exposure, offset))
 
+    @staticmethod
+    def _draw_response(predictors, noise_variance, rng):
+        return rng.poisson(np.exp(predictors))
+
     def _checked_response(self, y, with_offset=False):
         y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
         fractional = y != np.floor(y)

@@ -330,7 +330,8 @@ class LinkPoints:
                 break
         self.converged = best <= tol
         if not self.converged:  # what was learnt led astray: begin again near the best point
-            self.state = LinkState(*equations.standardized, equations.tilt)
+            inner, outer = equations.standardized
+            self.state = LinkState(inner, outer, equations.tilt)
             self._inverse = np.eye(len(equations.tilt))
         return equations
 

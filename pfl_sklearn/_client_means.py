@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import pandas as pd
+from scipy.optimize import brentq
 from scipy.special import ndtri
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._client_tables import class_quantity, client_table, mark_not_covered
+from pfl_sklearn._client_tables import class_quantity, client_table, mark_coverage
 from pfl_sklearn._clients import Array, EncodedClients, match_clients
 from pfl_sklearn._compat import BaseEstimator, names_class, num_samples
 from pfl_sklearn._typing import Floats, TableLike
@@ -27,6 +28,7 @@ from pfl_sklearn.privacy._report import finalize_report, private_report
 from pfl_sklearn.privacy._spending import noise_seed
 from pfl_sklearn.statistics._accumulate import fit_accumulated
 
+_ROUNDING = 1e-24  # squared share of a total
 # Attributes that use a client's exact rows, which no release covers.
 CLIENT_ATTRIBUTES = (
     "means_",
@@ -38,10 +40,41 @@ CLIENT_ATTRIBUTES = (
 )
 
 
+def moved_to_total(
+    means: Floats, variances: Floats, weights: Floats, total: float, limits: tuple[float, float]
+) -> Floats:
+    """Means (m,) within limits whose weighted sum is a total, with the smallest squared moves.
+
+    Each move is over the variance of its mean. Those at a limit stay there, and the others make up
+    for them.
+    """
+    low, high = limits
+    gains, whole = weights * variances, weights.sum()
+    if not gains @ weights > 0:
+        raise ValueError("none of the means that count is uncertain, so none can move.")
+    if not low * whole < total < high * whole:
+        raise ValueError(
+            f"total must be a finite number between {low * whole:.6g} and {high * whole:.6g}, the "
+            f"limits of sums with these weights; got {total!r}."
+        )
+
+    def excess(step):
+        return np.clip(means + step * gains, low, high) @ weights - total
+
+    # Without limits this is the step. With limits it is too short, as some means stop there.
+    step = -excess(0.0) / (gains @ weights)
+    while step and excess(0.0) * excess(step) > _ROUNDING * total**2:
+        step *= 2
+    if step and excess(0.0) * excess(step) < 0:
+        step = brentq(excess, 0.0, step, xtol=abs(step) * 1e-12)
+    return np.clip(means + step * gains, low, high)
+
+
 class BaseClientMean(ClientMixin, BaseEstimator):
     """Estimator of one mean per client, whose predictions do not depend on features."""
 
     _fits_a_copy = True
+    _range_of_means: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
     _client_attributes: ClassVar[tuple[str, ...]] = (*CLIENT_ATTRIBUTES, "_statistics")
 
     # Set by fit; these are no defaults.
@@ -76,10 +109,14 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         -------
         DataFrame
             One row per client (and output), indexed by client id: rows (and exposure), the mean of
-            its own rows (in a published table with noise, and the standard deviation of the noise),
-            its personalized mean with standard deviation and interval, and shrinkage if there is
-            any. ``columns.name`` says of which class proportions are. Where a private fit leaves
-            the clients' values as they are, a note below the table says so (``attrs["privacy"]``).
+            its own rows, its personalized mean with standard deviation and interval, and shrinkage
+            if there is any. ``columns.name`` says of which class proportions are. After a private
+            fit a note below the table says whether the promise covers it (``attrs["privacy"]``).
+
+            Published tables also have the standard deviation of the discrete Laplace noise on the
+            mean of the client's own rows ("noise_std"), and a "quality": "mostly noise" where its
+            variance exceeds that between clients, "mostly population" where the client's own rows
+            have less than half of the weight otherwise, and "own rows".
         """
         lower, upper = self.credible_interval(level)
         columns = {"n_samples": self.n_samples_per_client_}
@@ -96,6 +133,11 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         }
         if hasattr(self, "shrinkage_"):  # means of others have many weights, not one
             columns["shrinkage"] = self.shrinkage_
+        if hasattr(self, "noise_std_"):
+            is_noise = self.noise_std_ > self._spread_between
+            columns["quality"] = np.select(
+                [is_noise, self.shrinkage_ > 0.5], ["mostly noise", "mostly population"], "own rows"
+            )
         index = pd.Index(self.clients_, name="client")
         if self.means_.ndim == 2:
             d = self.means_.shape[1]
@@ -104,9 +146,58 @@ class BaseClientMean(ClientMixin, BaseEstimator):
                 name: np.repeat(values, d) if values.ndim == 1 else values.ravel()
                 for name, values in columns.items()
             }
-        table = mark_not_covered(pd.DataFrame(columns, index=index), self)
+        table = mark_coverage(pd.DataFrame(columns, index=index), self)
         table.columns.name = class_quantity(self, "probability")
         return table
+
+    def benchmark(self, total: float, *, weights: TableLike = None) -> pd.Series:
+        """Clients' means, moved so that they add up to a total that was published elsewhere.
+
+        Parameters
+        ----------
+        total : float
+            What the weighted sum of the means is to be.
+        weights : array-like of shape (n_clients,), default=None
+            Weights in that sum, >= 0, such as numbers of inhabitants. None: the numbers of rows (or
+            the exposure) of the clients, so that `total` is a sum over rows.
+
+        Returns
+        -------
+        Series
+            Means indexed by client. Among those that add up, they have the smallest sum of squared
+            moves, each over its variance (`stds_`): precise means move least. Proportions stay
+            between 0 and 1, and rates above 0.
+
+        Raises
+        ------
+        ValueError
+            If means have several outputs, weights are negative or all 0, or no means in their range
+            add up to `total`.
+
+        Notes
+        -----
+        It reads nothing but the fitted values and `total`, so it costs no privacy if both are
+        covered. Intervals do not move along: they are those of the means before.
+
+        References
+        ----------
+        Wang, J., Fuller, W. A. and Qu, Y. (2008). Small area estimation under a restriction. Survey
+        Methodology, 34, 29-36.
+        """
+        self._require_fitted("means_")
+        if self.means_.ndim == 2:
+            raise ValueError("benchmark takes means of one output; fit each output by itself.")
+        if weights is None:
+            weights = getattr(self, "exposure_per_client_", self.n_samples_per_client_)
+        w = np.asarray(weights, dtype=float)
+        if w.shape != self.means_.shape or not ((w >= 0) & np.isfinite(w)).all() or not w.any():
+            raise ValueError(
+                f"weights must be {len(self.means_)} finite numbers of at least 0, not all 0; got "
+                f"{weights!r}."
+            )
+        means = moved_to_total(self.means_, self.stds_**2, w, total, self._range_of_means)
+        index = pd.Index(self.clients_, name="client")
+        return pd.Series(means, index, name="mean")
 
     def coef_table(self) -> pd.DataFrame:
         """Table of the clients' means, for a join with rows in a database.
@@ -124,7 +215,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         m = len(self.means_)
         values, stds = self.means_.reshape(m, -1), self.stds_.reshape(m, -1)
         table = client_table("client", self.clients_, names, values, stds)
-        return mark_not_covered(table, self)
+        return mark_coverage(table, self)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

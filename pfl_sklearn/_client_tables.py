@@ -47,12 +47,28 @@ class SummaryTable(pd.DataFrame):
         return str(self.attrs.get("privacy", ""))
 
 
-def mark_not_covered(table: pd.DataFrame, estimator: Any) -> SummaryTable:
-    """The table, with a note where a private fit leaves its clients' values as they are."""
-    table, report = SummaryTable(table), getattr(estimator, "privacy_", None)
-    if report is not None and math.isfinite(report.epsilon) and report.not_released:
-        table.attrs["privacy"] = NOT_COVERED
+def mark_coverage(table: pd.DataFrame, estimator: Any) -> SummaryTable:
+    """The table, with a note on whether the promise of a private fit covers it."""
+    table, note = SummaryTable(table), coverage_note(estimator)
+    if note:
+        table.attrs["privacy"] = note
     return table
+
+
+def coverage_note(estimator: Any) -> str:
+    """What the promise of a private fit says of its clients' values; empty without a promise."""
+    report = getattr(estimator, "privacy_", None)
+    if report is None or math.isinf(report.epsilon):
+        return ""
+    if report.not_released:
+        return NOT_COVERED
+    if report.noise_reproducible:
+        return "The noise of this table had a seed: anyone who knows it can remove the noise."
+    return (
+        f"The privacy promise of this fit covers this table: epsilon = {report.epsilon:.4g}, delta "
+        f"= {report.delta:.4g}, unit one {report.unit}, relation {report.relation}; adversary: "
+        f"{report.adversary}."
+    )
 
 
 def class_quantity(estimator: Any, quantity: str) -> str | None:
@@ -155,7 +171,7 @@ class CoefTableMixin:
         stds, m = self._coefficient_stds(), len(values)
         stds = None if stds is None else stds.reshape(m, -1)
         table = client_table("client", self.clients_, names, values.reshape(m, -1), stds)
-        return mark_not_covered(table, self)
+        return mark_coverage(table, self)
 
     def _names_of_coefficients(self, feature_names):
         """Names of the features, checked if they are given."""

@@ -18,6 +18,7 @@ from pfl_sklearn import (
     PersonalizedPoissonRegression,
     PersonalizedStackingRegressor,
     PoissonMean,
+    PrivacyWarning,
 )
 from pfl_sklearn._client_tables import NOT_COVERED, SummaryTable
 from pfl_sklearn.priors import GaussianPrior
@@ -144,9 +145,21 @@ def test_tables_of_clients_say_what_privacy_does_not_cover(model):
         assert "privacy" not in pd.DataFrame(table.to_dict()).attrs
 
 
-def test_tables_of_other_fits_have_no_note():
+def test_tables_that_are_covered_say_by_what():
     published = GaussianMean(unit="row", publish="clients", epsilon=1.0, bounds=(-5.0, 5.0))
-    for model in (GaussianMean(), published, PersonalizedLinearRegression()):
+    model = published.fit(X, Y, groups=SHOPS)
+    for table in (model.summary(), model.coef_table()):
+        assert table.attrs["privacy"].startswith(
+            "The privacy promise of this fit covers this table: epsilon = 1, delta = 0, unit one "
+            "row, relation replace_one; adversary: anyone who sees what is published"
+        )
+    with pytest.warns(PrivacyWarning):
+        seeded = published.set_params(random_state=0).fit(X, Y, groups=SHOPS).summary()
+    assert "had a seed" in repr(seeded)
+
+
+def test_tables_of_other_fits_have_no_note():
+    for model in (GaussianMean(), PersonalizedLinearRegression()):
         table = model.fit(X, Y, groups=SHOPS).coef_table()
         assert table.attrs == {}
         assert "cover" not in repr(table)

@@ -10,7 +10,7 @@ from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import Bunch, check_random_state, get_tags
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._client_tables import mark_not_covered
+from pfl_sklearn._client_tables import mark_coverage
 from pfl_sklearn._compat import StrOptions, fit_context, with_callbacks
 from pfl_sklearn._parallel import batch_mapper, phases
 from pfl_sklearn._parameters import parameter, with_parameters
@@ -367,7 +367,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             self.weights_, index=pd.Index(self.clients_), columns=list(self.named_estimators_)
         )
         table.insert(0, "rows", self.n_samples_per_client_, allow_duplicates=True)
-        return mark_not_covered(table, self)
+        return mark_coverage(table, self)
 
     def for_client(self, client_id: Any) -> Self:
         """Model of one client alone: its weights, and its candidates.

@@ -191,6 +191,7 @@ class BernoulliMean(
     # The priors are those that intervals average over. After a release they are None.
     _population_attributes = (*_PUBLIC_OF_PROPORTIONS, "classes_", "_priors")
     _state_attributes = ("_posterior_is_exact",)
+    _range_of_means = (0.0, 1.0)
     _client_attributes = (*BaseClientMean._client_attributes, "noise_std_", "_intervals")
 
     prior: Any = parameter(

@@ -208,6 +208,7 @@ class PoissonMean(
     _default_component = default_prior
     # The priors are those that intervals average over.
     _population_attributes = (*_PUBLIC_OF_RATES, "_new_client_std", "_priors")
+    _range_of_means = (0.0, math.inf)
     _client_attributes = (
         *BaseClientMean._client_attributes,
         *("exposure_per_client_", "noise_std_", "_intervals"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from sklearn.base import is_classifier
@@ -139,7 +139,7 @@ class ClientGainDisplay:
         # Other clients have no model of their own: their gain is 0 by construction.
         table = table[table["known"]]
         sign = -1 if negate_score else 1
-        return cls(
+        display = cls(
             clients=table.index.to_numpy(),
             score=sign * table["score"].to_numpy(),
             population_score=sign * table["population_score"].to_numpy(),
@@ -147,6 +147,7 @@ class ClientGainDisplay:
             score_name=_name_of(scoring, negate_score) if score_name is None else score_name,
             greater_is_better=not negate_score,
         ).plot(ax=ax)
+        return cast(Self, drawing.with_coverage(display, estimator, shows_rows=True))
 
     @classmethod
     def from_predictions(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import pandas as pd
@@ -325,7 +325,8 @@ class CoefficientDisplay:
             matched = local_coefficients(local, shown, resolved, output=output, level=level)
             true_values = None if column is None else drawing.truth_of(shown.clients, column)
             panels.append(CoefficientPanel(shown, matched, true_values))
-        return cls(panels=panels, level=level).plot(kind=kind, ax=ax)
+        display = cls(panels=panels, level=level).plot(kind=kind, ax=ax)
+        return cast(Self, drawing.with_coverage(display, estimator))
 
     @classmethod
     def from_effects(
@@ -387,9 +388,9 @@ class CoefficientDisplay:
             np.nan,  # the population has no error of its own here
             np.nan,
         )
-        return cls(panels=[CoefficientPanel(effects, None, None, str(chosen))], level=level).plot(
-            kind=kind, ax=ax
-        )
+        panel = CoefficientPanel(effects, None, None, str(chosen))
+        display = cls(panels=[panel], level=level).plot(kind=kind, ax=ax)
+        return cast(Self, drawing.with_coverage(display, estimator))
 
     def plot(self, *, kind: str = "auto", ax: Any = None) -> Self:
         """Draw the display.

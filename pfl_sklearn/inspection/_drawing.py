@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from pfl_sklearn._client_tables import NOT_COVERED, coverage_note
 from pfl_sklearn._typing import Floats
+from pfl_sklearn._unwrap import innermost_estimator
 
 if TYPE_CHECKING:  # matplotlib is optional, and slow to import
     from matplotlib.axes import Axes
@@ -86,9 +88,9 @@ def draw_intervals(ax: Axes, at: Any, lower: Any, upper: Any, level: float, *, r
     draw(at, lower, upper, color=COLORS["personalized"], label=f"{level:.0%} interval", **style)
 
 
-def draw_local(ax: Axes, x: Any, y: Any) -> None:
+def draw_local(ax: Axes, x: Any, y: Any, label: str = "local") -> None:
     """Draw rings at the local estimates."""
-    ax.plot(x, y, "o", mfc="white", mec=COLORS["local"], ms=5, label="local")
+    ax.plot(x, y, "o", mfc="white", mec=COLORS["local"], ms=5, label=label)
 
 
 def draw_personalized(ax: Axes, x: Any, y: Any, *, rows: bool) -> None:
@@ -130,6 +132,26 @@ def legend_inside(ax: Axes, loc: str = "best", *, faint_marks: bool = True) -> N
         for handle in legend.legend_handles:
             if handle is not None:
                 handle.set_alpha(0.8)
+
+
+def with_coverage(display: Any, estimator: Any, *, shows_rows: bool = False) -> Any:
+    """The display, with a line above it that says whether the promise of a private fit covers it.
+
+    `estimator` may be a pipeline or a search around the fitted one. No promise covers exact rows.
+    """
+    fitted = innermost_estimator(estimator)
+    note = coverage_note(fitted)
+    if note:
+        covered = not (shows_rows or note == NOT_COVERED or fitted.privacy_.noise_reproducible)
+        text = "covered" if covered else "not covered"
+        first = np.ravel(getattr(display, "axes_", display.ax_))[0]
+        first.set_title(
+            f"clients' values are {text} by the privacy promise",
+            loc="left",
+            fontsize="x-small",
+            color=COLORS["truth" if covered else "population"],
+        )
+    return display
 
 
 def truth_of(clients: Any, truth: Any) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -187,7 +187,8 @@ class ResidualsDisplay:
             estimator, X, y, groups, sample_weight, held_out, random_state, metadata
         )
         deviations = deviations_of(estimator, feature)
-        return cls(**residuals, **deviations).plot(kind=kind, ax=ax)
+        display = cls(**residuals, **deviations).plot(kind=kind, ax=ax)
+        return cast(Self, drawing.with_coverage(display, estimator, shows_rows=True))
 
     def plot(self, *, kind: str | list[str] = "all", ax: Any = None) -> Self:
         """Draw the display.

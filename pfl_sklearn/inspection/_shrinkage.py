@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from pfl_sklearn.inspection._coefficients import (
     local_coefficients,
 )
 from pfl_sklearn.inspection._drawing import COLORS, Axes
+
+_REACH = 1.0  # ranges of the intervals, up to which local estimates are drawn on both sides
 
 
 @with_parameters
@@ -38,6 +40,8 @@ class ShrinkageDisplay:
         True values.
     quantity : str, default="estimate"
         Name of the estimated quantity, for the axes.
+    local_name : str, default="local"
+        Name of the local estimates; those of published tables are "noised".
 
     Attributes
     ----------
@@ -63,6 +67,7 @@ class ShrinkageDisplay:
     population: float
     truth: Floats | None = None
     quantity: str = "estimate"
+    local_name: str = "local"
 
     @classmethod
     def from_estimator(
@@ -129,7 +134,8 @@ class ShrinkageDisplay:
             estimates = _means_as_parameters(fitted, output, level)
         truth = None if truth is None else drawing.truth_of(fitted.clients_, truth)
         display = cls(clients=fitted.clients_, truth=truth, **estimates)
-        return display.plot(kind=kind, ax=ax, xlabel=xlabel, level=level)
+        display = display.plot(kind=kind, ax=ax, xlabel=xlabel, level=level)
+        return cast(Self, drawing.with_coverage(display, estimator))
 
     def plot(
         self,
@@ -151,7 +157,7 @@ class ShrinkageDisplay:
         rows = drawing.in_rows(kind, len(self.clients))
         ax = drawing.axes_for_clients(ax, len(self.clients), rows)[0]
         (self._plot_rows if rows else self._plot_points)(ax, level)
-        ax.set_xlabel(xlabel or (self.quantity if rows else f"local {self.quantity}"))
+        ax.set_xlabel(xlabel or (self.quantity if rows else f"{self.local_name} {self.quantity}"))
         self.ax_, self.figure_ = ax, ax.figure
         return self
 
@@ -164,7 +170,7 @@ class ShrinkageDisplay:
         drawing.draw_intervals(ax, at, self.lower[order], self.upper[order], level, rows=True)
         # Lines from local to personalized estimates show the shrinkage.
         ax.hlines(at, self.local[order], self.personalized[order], color=COLORS["local"], lw=0.8)
-        drawing.draw_local(ax, self.local[order], at)
+        drawing.draw_local(ax, self.local[order], at, self.local_name)
         drawing.draw_personalized(ax, self.personalized[order], at, rows=True)
         if self.truth is not None:
             drawing.draw_truth(ax, self.truth[order], at, rows=True)
@@ -174,15 +180,27 @@ class ShrinkageDisplay:
     def _plot_points(self, ax, level):
         """Personalized over local estimates."""
         # On the diagonal nothing is shrunk, on the horizontal line everything is.
-        limits = [float(np.min(self.local)), float(np.max(self.local))]
+        limits = self._shown_range()
+        at = np.clip(self.local, *limits)
         ax.plot(limits, limits, color=COLORS["local"], lw=1, ls="--", label="no shrinkage")
         ax.axhline(self.population, color=COLORS["population"], lw=1, label="population")
-        drawing.draw_intervals(ax, self.local, self.lower, self.upper, level, rows=False)
+        drawing.draw_intervals(ax, at, self.lower, self.upper, level, rows=False)
         if self.truth is not None:
-            drawing.draw_truth(ax, self.local, self.truth, rows=False)
-        drawing.draw_personalized(ax, self.local, self.personalized, rows=False)
+            drawing.draw_truth(ax, at, self.truth, rows=False)
+        drawing.draw_personalized(ax, at, self.personalized, rows=False)
+        far = at != self.local
+        if far.any():
+            label = f"further out: {far.sum()}"
+            ax.plot(at[far], self.personalized[far], "D", color=COLORS["local"], ms=4, label=label)
         ax.set_ylabel(f"personalized {self.quantity}")
         drawing.legend_inside(ax)
+
+    def _shown_range(self):
+        """Range of local estimates to draw: noise may spread a few over many times the others'."""
+        ends = np.concatenate([self.lower, self.upper, self.personalized])
+        low, high = np.nanmin(ends), np.nanmax(ends)
+        low, high = low - _REACH * (high - low), high + _REACH * (high - low)
+        return max(low, float(np.min(self.local))), min(high, float(np.max(self.local)))
 
 
 def _means_as_parameters(fitted, output, level):
@@ -195,7 +213,9 @@ def _means_as_parameters(fitted, output, level):
     names = ("local", "personalized", "lower", "upper")
     estimates = dict(zip(names, values, strict=False))
     quantity = class_quantity(fitted, "probability") or "estimate"
-    return {**estimates, "population": float(values[-1]), "quantity": quantity}
+    local_name = "noised" if hasattr(fitted, "noise_std_") else "local"
+    names = {"quantity": quantity, "local_name": local_name}
+    return {**estimates, "population": float(values[-1]), **names}
 
 
 def _coefficients_as_parameters(estimator, local, feature, output, level):

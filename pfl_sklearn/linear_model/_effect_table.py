@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import ndtri
 
-from pfl_sklearn._client_tables import mark_not_covered
+from pfl_sklearn._client_tables import mark_coverage
 from pfl_sklearn.base import check_level
 from pfl_sklearn.linear_model._summary_tables import CLIENT
 
@@ -90,7 +90,7 @@ class EffectTableMixin:
         half = ndtri(0.5 + level / 2) * table["sd"]
         table.insert(5, "lower", table["estimate"] - half)
         table.insert(6, "upper", table["estimate"] + half)
-        return mark_not_covered(table, self)
+        return mark_coverage(table, self)
 
 
 def _client_effects(model, design, posterior, conditional):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from pfl_sklearn._client_means import (
     CLIENT_ATTRIBUTES,
@@ -68,3 +69,66 @@ def test_a_likelihood_without_a_private_fit_needs_no_privacy_parameters():
     assert model.privacy_.epsilon == np.inf
     with pytest.raises(ValueError, match="HalfwayMean has no private fit"):
         model.release()
+
+
+# Totals.
+
+
+BENCHMARKED = {
+    "means": lambda: GaussianMean().fit(
+        np.zeros((30, 1)), np.arange(30.0) % 7, groups=np.repeat(range(5), [2, 4, 6, 8, 10])
+    ),
+    "proportions": lambda: BernoulliMean().fit_counts([0, 3, 9, 5], [4, 6, 10, 9]),
+    "rates": lambda: PoissonMean().fit_counts([0, 9, 31, 2], exposure=[1.0, 4.0, 5.5, 2.0]),
+}
+
+
+@pytest.mark.parametrize("kind", BENCHMARKED)
+def test_benchmarked_means_add_up_with_the_smallest_moves(kind):
+    model = BENCHMARKED[kind]()
+    sizes = model.n_samples_per_client_ if kind == "means" else None
+    if kind != "means":
+        sizes = getattr(model, "exposure_per_client_", model.n_samples_per_client_)
+    total = 1.05 * sizes @ model.means_
+    moved = model.benchmark(total)
+    assert moved.index.tolist() == model.clients_.tolist()
+    assert sizes @ moved == pytest.approx(total)
+    # No other move along the total has a smaller sum of squares.
+    slopes = (moved - model.means_) / model.stds_**2
+    assert_allclose(slopes / sizes, (slopes / sizes).iloc[0])
+    assert_allclose(model.benchmark(sizes @ model.means_), model.means_)
+    w = np.array([1.0, 0, 2, 0, 0][: len(sizes)])
+    assert w @ model.benchmark(2.5, weights=w) == pytest.approx(2.5)
+    assert_allclose(model.benchmark(2.5, weights=w)[w == 0], model.means_[w == 0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "total"), [("proportions", 28.9), ("proportions", 0.05), ("rates", 0.5)]
+)
+def test_benchmarked_means_stay_in_their_range(kind, total):
+    model = BENCHMARKED[kind]()
+    sizes = getattr(model, "exposure_per_client_", model.n_samples_per_client_)
+    moved = model.benchmark(total).to_numpy()
+    assert sizes @ moved == pytest.approx(total)
+    assert (moved >= 0).all()
+    if kind == "proportions":
+        assert (moved <= 1).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "total", "weights", "message"),
+    [
+        ("proportions", 30.0, None, "between 0 and 29, the limits"),
+        ("rates", -1.0, None, "total must be a finite number between 0 and inf"),
+        ("means", np.nan, None, "total must be a finite number"),
+        ("means", 1.0, [1.0, 2.0], "weights must be 5 finite numbers"),
+        ("means", 1.0, [1.0, 2, 3, 4, -1], "weights must be 5 finite numbers"),
+        ("means", 1.0, [0.0] * 5, "not all 0"),
+    ],
+)
+def test_totals_that_cannot_be(kind, total, weights, message):
+    with pytest.raises(ValueError, match=message):
+        BENCHMARKED[kind]().benchmark(total, weights=weights)
+    two = GaussianMean().fit(np.zeros((4, 1)), np.eye(4)[:, :2], groups=[0, 0, 1, 1])
+    with pytest.raises(ValueError, match="means of one output"):
+        two.benchmark(1.0)

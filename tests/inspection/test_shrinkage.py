@@ -6,12 +6,25 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose
+from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import Ridge
 
-from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, SingleClientWarning
+from pfl_sklearn import (
+    BernoulliMean,
+    ClientColumn,
+    GaussianMean,
+    PrivacyWarning,
+    SingleClientWarning,
+)
 from pfl_sklearn.datasets import load_baseball, make_gaussian_clients
-from pfl_sklearn.inspection import ShrinkageDisplay
+from pfl_sklearn.inspection import (
+    ClientGainDisplay,
+    CoefficientDisplay,
+    ResidualsDisplay,
+    ShrinkageDisplay,
+)
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
@@ -235,3 +248,74 @@ def test_the_local_model_of_the_advice_is_one(kind):
     display = ShrinkageDisplay.from_estimator(model, local=local)
     np.testing.assert_array_equal(display.local, local.intercept_)
     assert np.ptp(display.local) > 1.2 * np.ptp(display.personalized)
+
+
+# Marks of privacy.
+
+PUBLISHED = GaussianMean(unit="row", publish="clients", epsilon=0.5, bounds=(-9.0, 9.0))
+LINE = PersonalizedLinearRegression(
+    GaussianPrior(covariance=1.0),
+    noise_variance=1.0,
+    random="intercept",
+    epsilon=1.0,
+    feature_bound=2.0,
+    target_bound=5.0,
+)
+
+
+def titles(display):
+    return [ax.get_title(loc="left") for ax in display.figure_.axes]
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (GaussianMean(), ""),
+        (GaussianMean(epsilon=1.0, clip_norm=8.0, noise_variance=1.0), "not covered"),
+        (PUBLISHED, "covered"),
+    ],
+)
+def test_what_the_promise_covers_is_said_above(model, text):
+    clients = make_gaussian_clients(12, 5, random_state=0)
+    model = model.fit(clients.data, clients.target, groups=clients.groups)
+    display = ShrinkageDisplay.from_estimator(model)
+    expected = f"clients' values are {text} by the privacy promise" if text else ""
+    assert titles(display) == [expected]
+    scores = ClientGainDisplay.from_estimator(
+        model, clients.data, clients.target, groups=clients.groups
+    )
+    rows = expected.replace("are covered", "are not covered")
+    assert titles(scores)[0] == rows
+    if isinstance(model.population_mean_, float):
+        shown = ResidualsDisplay.from_estimator(
+            model, clients.data, clients.target, groups=clients.groups
+        )
+        assert titles(shown)[0] == rows
+
+
+def test_coefficients_of_private_fits_are_marked():
+    clients = make_gaussian_clients(60, 5, random_state=0)
+    X = np.random.default_rng(0).uniform(-1, 1, (300, 1))
+    model = clone(LINE).fit(X, clients.target, groups=clients.groups)
+    for display in (
+        CoefficientDisplay.from_estimator(model, feature=["intercept", "x0"]),
+        CoefficientDisplay.from_effects(model),
+    ):
+        assert titles(display)[0] == "clients' values are not covered by the privacy promise"
+
+
+def test_noised_estimates_far_out_are_drawn_at_the_edge():
+    clients = make_gaussian_clients(200, 1, random_state=0)
+    groups = np.append(clients.groups, np.repeat(clients.groups[:50], 200))
+    y = np.append(clients.target, np.repeat(clients.target[:50], 200))
+    with pytest.warns(PrivacyWarning):
+        model = clone(PUBLISHED).set_params(random_state=0).fit(y[:, None], y, groups=groups)
+    ax = ShrinkageDisplay.from_estimator(model).ax_
+    assert ax.get_xlabel() == "noised estimate"
+    shown = ax.get_lines()[-2].get_xdata()
+    ends = shown.min(), shown.max()
+    assert_allclose(shown, np.clip(model.local_means_, *ends))
+    n_far = np.sum(shown != model.local_means_)
+    assert n_far > 0
+    assert legend_of(ax.get_legend())[-1] == f"further out: {n_far}"
+    assert (ends[1] - ends[0]) < 0.5 * np.ptp(model.local_means_)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Self
 
+import numpy as np
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._fitted import check_report
@@ -147,6 +148,11 @@ class PublishesClients(ClientMixin):
     @property
     def _privacy_relation(self):
         return None if self.publish is None else relation_of(self)  # type: ignore[attr-defined]
+
+    @property
+    def _spread_between(self):
+        """Standard deviation of clients' values in the population."""
+        return float(np.sqrt(self.prior_.moments()[1]).item())  # type: ignore[attr-defined]
 
     @property
     def _is_published(self):

@@ -134,7 +134,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         if hasattr(self, "shrinkage_"):  # means of others have many weights, not one
             columns["shrinkage"] = self.shrinkage_
         if hasattr(self, "noise_std_"):
-            is_noise = self.noise_std_ > self._spread_between
+            is_noise = self.noise_std_ > self._spread_between()
             columns["quality"] = np.select(
                 [is_noise, self.shrinkage_ > 0.5], ["mostly noise", "mostly population"], "own rows"
             )

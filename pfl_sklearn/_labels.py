@@ -12,6 +12,7 @@ from sklearn.utils.validation import column_or_1d
 from pfl_sklearn._clients import Array, Codes
 from pfl_sklearn._columns import LARGEST_EXACT
 from pfl_sklearn._compat import check_sample_weight
+from pfl_sklearn._parameters import parameter
 from pfl_sklearn._warnings import warn_caller
 
 _MANY_CLASSES = 20  # classes; more than digits, ratings and months have
@@ -90,6 +91,37 @@ def class_weighted(estimator: Any, y: Array, sample_weight: Any) -> Any:
         )
     weights[rows] *= factors[labels]
     return weights
+
+
+CLASSES = parameter(
+    default=None,
+    ranges=["array-like", None],
+    text="""
+        array-like of shape (n_classes,) or None
+            All labels that may occur; others are refused. None: those of `y`. Which labels occur in
+            a single row is then part of what a private fit releases (``classes_``), without noise:
+            give them.
+    """,
+)
+
+
+def given_classes(estimator: Any, classes: Any) -> Any:
+    """Classes of the estimator, or those that a call gives; they must agree."""
+    own = estimator.classes
+    if own is None or classes is None:
+        return classes if own is None else own
+    if not np.array_equal(np.unique(classes), np.unique(own)):
+        raise ValueError(
+            f"got classes={classes!r}, but the {type(estimator).__name__} has classes={own!r}."
+        )
+    return own
+
+
+def class_assumption(estimator: Any) -> str:
+    """What a private fit assumes of the labels."""
+    if estimator.classes is None:
+        return "the labels that occur are public; classes= would fix them beforehand"
+    return "classes are the user's, not the data's"
 
 
 def read_known_classes(

@@ -17,7 +17,7 @@ from pfl_sklearn._client_means import (
 )
 from pfl_sklearn._clients import segment_sums
 from pfl_sklearn._compat import StrOptions, fit_context
-from pfl_sklearn._labels import check_labels, read_known_classes
+from pfl_sklearn._labels import CLASSES, check_labels, class_assumption, read_known_classes
 from pfl_sklearn._parameters import UNSEEN, PrivateFit, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, client_values, read_rows
@@ -72,7 +72,6 @@ from pfl_sklearn.statistics._accumulate import (
 )
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
-_PUBLIC_LABELS = "the two class labels are public, and that both occur unless they are 0 and 1"
 # Methods by prior for every mechanism ("none": counts are exact). Two bits and noisy sums identify
 # a mean and a variance, which is all that a beta prior has; a grid needs reports of the counts.
 _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
@@ -224,7 +223,8 @@ class BernoulliMean(
     delta = parameter(
         default=0.0,
         also="""
-            ``trust="central"`` adds such noise; local mechanisms are pure and do not use it.
+            ``trust="central"`` adds such noise; local mechanisms, the default, are pure and do not
+            use it.
         """,
     )
     trust: str = parameter(
@@ -234,7 +234,9 @@ class BernoulliMean(
             {"local", "central"}
                 "local": every client randomizes its own report. "central": a trusted server adds
                 Gaussian noise to the histogram of counts if all clients have the same number of
-                trials, otherwise to two moments.
+                trials, otherwise to two moments. The default trusts nobody, because answers of one
+                of few kinds stand the noise; means do not. It has no effect with `publish`, whose
+                server is trusted.
         """,
     )
     mechanism: str = parameter(
@@ -247,6 +249,7 @@ class BernoulliMean(
                 500, and otherwise two bits.
         """,
     )
+    classes: Any = CLASSES
     participants: Any = PARTICIPANTS
     unit: str = parameter(
         default="client",
@@ -263,6 +266,12 @@ class BernoulliMean(
     ledger = parameter()
     unseen: str = UNSEEN
     random_state = parameter()
+
+    @property
+    def _public_labels(self):
+        if self.classes is None:
+            return "the two class labels are public, and that both occur unless they are 0 and 1"
+        return class_assumption(self)
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
@@ -291,9 +300,9 @@ class BernoulliMean(
         self._require_targets(y)
         # In a private fit, which labels occur would be a release; `encode_labels` allows for it.
         private = math.isfinite(self.epsilon)
-        classes, labels = encode_labels(y, both=private)
+        classes, labels = encode_labels(y, private, self.classes)
         rows = read_rows(self, X, labels, groups, sample_weight)
-        check_two_classes(classes, rows, private)
+        check_two_classes(classes, rows, private or self.classes is not None)
         ids = rows.clients.ids
         attributes, report = self._estimate(prior, ids, *successes_and_trials(rows))
         attributes["classes_"] = classes
@@ -303,7 +312,7 @@ class BernoulliMean(
     def fit_counts(
         self, successes: TableLike, trials: TableLike, *, groups: TableLike = None
     ) -> Self:
-        """Estimate from a table of counts; ``classes_`` is [0, 1].
+        """Estimate from a table of counts; without `classes`, ``classes_`` is [0, 1].
 
         Parameters
         ----------
@@ -319,7 +328,8 @@ class BernoulliMean(
         successes = segment_sums(successes, codes, len(ids))
         trials = segment_sums(trials, codes, len(ids))
         attributes, report = self._estimate(prior, ids, successes, trials)
-        attributes["classes_"] = np.array([0, 1])
+        given = [0, 1] if self.classes is None else self.classes
+        attributes["classes_"] = encode_labels([], known=given)[0]
         # Rows of a table are clients in any case, so that predictions need their ids.
         return self._store(ids, attributes, report, with_groups=True)
 
@@ -487,7 +497,7 @@ class BernoulliMean(
         """Fit to the counts of the clients: fitted attributes and privacy report."""
         if self.publish is not None:
             attributes, report, _ = publish_counts(
-                self, prior, BINOMIAL, successes, trials, _PUBLIC_LABELS
+                self, prior, BINOMIAL, successes, trials, self._public_labels
             )
             return {**attributes, "n_samples_per_client_": trials.astype(np.int64)}, report
         table, sends = count_table(successes, trials), participant_mask(self.participants, ids)
@@ -520,5 +530,5 @@ class BernoulliMean(
         # Labels are read before anything is randomized.
         return fitted, {
             **entries,
-            "assumptions": (_PUBLIC_LABELS, *participation_assumption(sends)),
+            "assumptions": (self._public_labels, *participation_assumption(sends)),
         }

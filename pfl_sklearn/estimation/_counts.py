@@ -110,16 +110,24 @@ def _compressed(first, second):
     return CountTable(pairs[:, 0], pairs[:, 1], counts, pair.ravel())
 
 
-def encode_labels(y, both=False):
+def encode_labels(y, both=False, known=None):
     """Sorted classes (at most two) and labels 0/1 as floats (n,).
 
-    With `both`, labels that are all 0 or all 1 count as two classes, one of which does not occur.
+    Labels besides two `known` classes are refused. With `both`, labels that are all 0 or all 1
+    count as two classes, one of which does not occur.
     Whether a class occurs would be a release of its own.
     """
     y = column_or_1d(y, warn=True)
     codes, classes = pd.factorize(y, sort=True)
     if (codes < 0).any():
         raise ValueError("Input y contains NaN.")
+    if known is not None:
+        known = np.unique(column_or_1d(known))
+        if len(known) != 2:
+            raise ValueError(f"classes must be two labels; got {known.tolist()!r}.")
+        if not np.isin(classes, known).all():
+            raise ValueError("y holds a label that is not one of the two classes given before.")
+        return known, (y == known[1]).astype(float)
     if len(classes) > 2:
         check_labels(y)  # its message on labels that are no classes is more specific
         raise ValueError(

@@ -332,7 +332,7 @@ class GaussianMean(
         text="""
             {"central", "local"}
                 Who adds the noise: a trusted server, once to the sum, or every client to its own
-                mean.
+                mean. The default trusts a server, because local noise needs thousands of clients.
         """,
     )
     mechanism: str = parameter(

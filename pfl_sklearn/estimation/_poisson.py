@@ -248,7 +248,8 @@ class PoissonMean(
     delta = parameter(
         default=0.0,
         also="""
-            ``trust="central"`` adds such noise; local reports are pure and do not use it.
+            ``trust="central"`` adds such noise; local reports, the default, are pure and do not use
+            it.
         """,
     )
     trust: str = parameter(
@@ -258,7 +259,8 @@ class PoissonMean(
             {"local", "central"}
                 "local": every client randomizes its own report, by subset selection. "central": a
                 trusted server adds Gaussian noise to a histogram of counts; grid priors do not
-                support it.
+                support it. The default trusts nobody, because answers of one of few kinds stand the
+                noise; means do not. It has no effect with `publish`, whose server is trusted.
         """,
     )
     cap: int | None = parameter(

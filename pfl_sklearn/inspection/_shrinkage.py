@@ -214,8 +214,8 @@ def _means_as_parameters(fitted, output, level):
     estimates = dict(zip(names, values, strict=False))
     quantity = class_quantity(fitted, "probability") or "estimate"
     local_name = "noised" if hasattr(fitted, "noise_std_") else "local"
-    names = {"quantity": quantity, "local_name": local_name}
-    return {**estimates, "population": float(values[-1]), **names}
+    texts = {"quantity": quantity, "local_name": local_name}
+    return {**estimates, "population": float(values[-1]), **texts}
 
 
 def _coefficients_as_parameters(estimator, local, feature, output, level):

@@ -113,7 +113,6 @@ class LinkRegression(GroupedRegression):
     __metadata_request__score = {"offset": True}
 
     _clipped_ranges = f"offsets to {_LARGEST_OFFSET:g} of either sign"
-    _public_response = ""
     _population_attributes: ClassVar[tuple[str, ...]] = (
         *GroupedRegression._population_attributes,
         "random_losses_",
@@ -246,6 +245,11 @@ class LinkRegression(GroupedRegression):
     )
     ledger = parameter()
     random_state = parameter()
+
+    @property
+    def _public_response(self):
+        """What a private fit assumes to be public of the response, after a semicolon."""
+        return ""
 
     def _cut_response(self, y):
         return self._checked_response(y)

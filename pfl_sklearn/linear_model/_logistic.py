@@ -10,7 +10,7 @@ from sklearn.metrics import accuracy_score
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import fit_context
-from pfl_sklearn._labels import check_labels, read_classes
+from pfl_sklearn._labels import CLASSES, check_labels, class_assumption, read_known_classes
 from pfl_sklearn._parameters import CLASS_WEIGHT, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, check_level
@@ -135,7 +135,6 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     _likelihood = "logistic"
     _scale, _separated = "logits", "the classes"
     _sparse_alternative = "PPSGDClassifier"
-    _public_response = "; the classes are public, and both occur"
     _population_attributes = (*LinkRegression._population_attributes, "classes_")
 
     prior = parameter(
@@ -153,6 +152,14 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
                 the intercepts by about log(w), and hardly the slopes. Needs an infinite `epsilon`.
         """,
     )
+
+    classes: Any = CLASSES
+
+    @property
+    def _public_response(self):
+        if self.classes is None:
+            return "; the classes are public, and both occur"
+        return f"; {class_assumption(self)}"
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
@@ -197,13 +204,16 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     def _family_of(self, y):
         private = math.isfinite(self.epsilon)
-        if private and len(np.unique(y)) != 2:  # an error that names no label
-            raise ValueError(
-                f"a private {type(self).__name__} takes two classes, which are public; y holds "
-                "another number of them."
+        if private and len(np.unique(y if self.classes is None else self.classes)) != 2:
+            raise ValueError(  # an error that names no label
+                f"a private {type(self).__name__} takes two classes, which are public; "
+                f"{'y holds' if self.classes is None else 'classes has'} another number of them."
             )
         # Classes that only rows of weight 0 have are absent, as these rows are.
-        classes, labels = read_classes(y, self, private)
+        classes, labels = read_known_classes(y, None, self.classes, self, private)
+        absent = np.setdiff1d(classes, y)
+        if len(absent) and not private:
+            raise ValueError(f"no row is of the class {absent.tolist()[0]!r}, one of classes=.")
         return class_family(len(classes)), labels, {"classes_": classes}
 
     def _private_start(self):

@@ -156,7 +156,10 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
             together can tell.
         """,
     )
-    delta = parameter(default=1e-6)
+    delta = parameter(
+        default=1e-6,
+        also="The default is the paper's: values are protected, and there are many of a client.",
+    )
     bounds: ArrayLike | dict[Any, Any] | None = parameter(
         default=None,
         ranges=["array-like", dict, None],

@@ -149,7 +149,6 @@ class PublishesClients(ClientMixin):
     def _privacy_relation(self):
         return None if self.publish is None else relation_of(self)  # type: ignore[attr-defined]
 
-    @property
     def _spread_between(self):
         """Standard deviation of clients' values in the population."""
         return float(np.sqrt(self.prior_.moments()[1]).item())  # type: ignore[attr-defined]

@@ -8,7 +8,13 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import Array
 from pfl_sklearn._compat import StrOptions, available_if, fit_context, with_callbacks
-from pfl_sklearn._labels import check_labels, read_known_classes
+from pfl_sklearn._labels import (
+    CLASSES,
+    check_labels,
+    class_assumption,
+    given_classes,
+    read_known_classes,
+)
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.run import CheckedTable, without_weights
@@ -168,6 +174,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     True
     """
 
+    classes: Any = CLASSES
     loss: str = parameter(
         default="log_loss",
         ranges=[StrOptions({"log_loss", "squared_error"})],
@@ -210,11 +217,16 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         check_labels(y)
         # Earlier rounds fix the classes: a new one would need an output that they did not learn.
         seen = None if earlier is None else self.classes_
+        classes = given_classes(self, classes)
         classes, labels = read_known_classes(y, seen, classes, self, is_private(self))
         # Two classes have one predictor, whose sign decides; more have one each.
         n_outputs = 1 if len(classes) == 2 else len(classes)
         attributes = {**self._column_attributes(X), "classes_": classes, "_single": n_outputs == 1}
         return CheckedTable(features, labels, attributes, n_outputs)
+
+    @property
+    def _assumptions(self):
+        return (*super()._assumptions, class_assumption(self))
 
     @property
     def _loss(self):

@@ -10,7 +10,13 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 from pfl_sklearn._clients import Array
 from pfl_sklearn._columns import name_bad_columns
 from pfl_sklearn._compat import HasMethods, StrOptions, fit_context, names_class, with_callbacks
-from pfl_sklearn._labels import check_labels, read_known_classes
+from pfl_sklearn._labels import (
+    CLASSES,
+    check_labels,
+    class_assumption,
+    given_classes,
+    read_known_classes,
+)
 from pfl_sklearn._parameters import BETWEEN_0_AND_1, parameter, with_parameters
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
 from pfl_sklearn._rounds.run import CheckedTable, rounds_run, without_weights
@@ -35,6 +41,7 @@ _DEFAULT_SHARE = 0.05
 _WHOLE_BUDGET = 1 - 1e-9  # of the budget, so that rounding does not exceed it
 
 
+@with_parameters
 class NeuralClassifierMixin(ClientClassifierMixin):
     """Labels and probabilities of neural classifiers.
 
@@ -44,7 +51,13 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         Sorted class labels.
     """
 
+    classes: Any = CLASSES
+
     _is_classifier = True
+
+    @property
+    def _assumptions(self):
+        return (*super()._assumptions, class_assumption(self))  # type: ignore[misc]  # BaseNeural's
 
     @without_weights
     @with_callbacks
@@ -81,7 +94,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         check_consistent_length(features, y)
         check_labels(y)
         classes_before = None if earlier is None else self.classes_
-        classes = self._listed_classes(classes)
+        classes = self._listed_classes(given_classes(self, classes))
         classes, labels = read_known_classes(y, classes_before, classes, self, is_private(self))
         attributes = {**self._column_attributes(X), "classes_": classes}
         return CheckedTable(features, labels, attributes, len(classes))
@@ -264,7 +277,7 @@ class LabelPriorMixin(NeuralClassifierMixin):
 
     @property
     def _assumptions(self):
-        assumptions = super()._assumptions  # type: ignore[misc]  # BaseNeural's
+        assumptions = super()._assumptions
         values = vars(self.label_prior).values() if self._prior_is_given else ()
         if all(value is None for value in values):
             return assumptions

@@ -397,7 +397,7 @@ def _round_caveats(model, epsilon, spent):
     if epsilon > model.epsilon * (1 + _ROUNDING_OF_EPSILON):
         caveats.append(
             f"epsilon = {model.epsilon:.4g} was asked for each fit; with the rounds before, the "
-            f"total is {epsilon:.4g}."
+            f"total is {epsilon:.4g} ({relation_of_rounds(model)})."
         )
     rounds = rounds_of(spent)
     taking_part = sum(event.n_rounds * event.rate for event in rounds)

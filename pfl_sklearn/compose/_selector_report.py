@@ -75,7 +75,8 @@ def _promise_of(name, fitted, frozen):
     if report.epsilon > 0 and not frozen:
         return report, (
             f"candidate {name!r} is fitted to several parts of the rows, and each fit costs "
-            f"epsilon = {report.epsilon:.4g}; fit it before, and give it in a FrozenEstimator"
+            f"epsilon = {report.epsilon:.4g} ({report.relation}); fit it before, and give it in a "
+            "FrozenEstimator"
         )
     return report, None
 
@@ -108,7 +109,10 @@ def _sum_of_promises(private, delta):
     # Noise, sensitivity and promises to single parties belong to one candidate each; they have no
     # sum.
     reports = list(private.values())
-    promises = [f"{name!r}: epsilon = {report.epsilon:.4g}" for name, report in private.items()]
+    promises = [
+        f"{name!r}: epsilon = {report.epsilon:.4g} ({report.relation})"
+        for name, report in private.items()
+    ]
     return PrivacyReport(
         epsilon=sum(report.epsilon for report in reports),
         delta=delta,

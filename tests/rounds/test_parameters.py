@@ -104,7 +104,7 @@ def test_order_and_docstring():
     assert documented_parameters(Base.__doc__)["last"] == "Declared last."
     assert "OtherRegressor : another one." in lines
     names = list(inspect.signature(DittoClassifier).parameters)
-    assert names[:3] == ["estimator", "proximal", "local_steps"]
+    assert names[:4] == ["estimator", "classes", "proximal", "local_steps"]
     assert names[-1] == "ledger"  # privacy comes last
 
 

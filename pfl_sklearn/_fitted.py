@@ -98,7 +98,9 @@ def fingerprint_of(estimator: Any, attributes: Mapping[str, Any]) -> str | None:
     if report is None or math.isinf(report.epsilon):
         return None
     wraps = getattr(type(estimator), "_wraps", None)  # a report may be of the estimator inside
-    names = (*getattr(estimator, "_population_attributes", ()), *((wraps.fitted,) if wraps else ()))
+    names = [*getattr(estimator, "_population_attributes", ()), *((wraps.fitted,) if wraps else ())]
+    if report.unit != "client" and not report.not_released:  # all clients are covered as well
+        names += ["clients_", *getattr(estimator, "_client_attributes", ())]
     digest = hashlib.sha256(report.to_json().encode())
     _add_to_digest(digest, {name: attributes[name] for name in names if name in attributes})
     return digest.hexdigest()

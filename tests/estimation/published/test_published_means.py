@@ -208,6 +208,16 @@ def test_copies_hold_the_whole_table(fitted, hand_out):
     pd.testing.assert_frame_equal(again.summary(), fitted.summary())
 
 
+@pytest.mark.parametrize("name", ["means_", "local_means_", "stds_", "noise_std_", "shrinkage_"])
+def test_a_table_that_was_changed_is_not_released(fitted, name):
+    changed = copy.deepcopy(fitted)
+    getattr(changed, name)[3] += 0.01  # such as an exact value instead of a noised one
+    for hand_out in (changed.release, lambda: changed.for_client("county 03")):
+        with pytest.raises(ValueError, match="is not the report of its fitted values"):
+            hand_out()
+    assert fitted.release().release().privacy_ == fitted.privacy_
+
+
 def test_models_of_unknown_clients(fitted):
     with pytest.raises(ValueError, match="not one of the 40 clients"):
         fitted.for_client("elsewhere")

@@ -50,7 +50,7 @@ class Guess(NamedTuple):
 class MadeUpTable(NamedTuple):
     """A table, as a function that fits an estimator to it, and what the fit is to find."""
 
-    fit: Callable[[Any], Any]
+    fitted: Callable[[Any], Any]
     population: Floats  # (p,)
     clients: Floats  # (m, p)
     of_table: Floats | None = None  # (m, p), means of the rows that are there, if they are wanted
@@ -295,7 +295,7 @@ class PlansErrors:
         """Mean squared errors (2, p) of population and clients of one fit, and its report."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # made-up tables are nobody's, and seeds no danger
-            model = table.fit(estimator)
+            model = table.fitted(estimator)
         population, clients = self._planned_values(model)  # type: ignore[attr-defined]
         truth = table.clients
         if getattr(self, "target", "population") == "table":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
+from numbers import Real
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -16,7 +17,12 @@ from scipy.optimize import brentq
 from scipy.special import ndtri
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._client_tables import class_quantity, client_table, mark_coverage
+from pfl_sklearn._client_tables import (
+    class_quantity,
+    client_table,
+    coverage_note,
+    mark_coverage,
+)
 from pfl_sklearn._clients import Array, EncodedClients, match_clients
 from pfl_sklearn._compat import BaseEstimator, names_class, num_samples
 from pfl_sklearn._typing import Floats, TableLike
@@ -28,7 +34,7 @@ from pfl_sklearn.privacy._report import finalize_report, private_report
 from pfl_sklearn.privacy._spending import noise_seed
 from pfl_sklearn.statistics._accumulate import fit_accumulated
 
-_ROUNDING = 1e-24  # squared share of a total
+_MOST_DOUBLINGS = 200  # of a step: means then differ by a factor of 1e60
 # Attributes that use a client's exact rows, which no release covers.
 CLIENT_ATTRIBUTES = (
     "means_",
@@ -52,7 +58,8 @@ def moved_to_total(
     gains, whole = weights * variances, weights.sum()
     if not gains @ weights > 0:
         raise ValueError("none of the means that count is uncertain, so none can move.")
-    if not low * whole < total < high * whole:
+    possible = isinstance(total, Real) and low * whole < total < high * whole
+    if not possible:
         raise ValueError(
             f"total must be a finite number between {low * whole:.6g} and {high * whole:.6g}, the "
             f"limits of sums with these weights; got {total!r}."
@@ -62,12 +69,16 @@ def moved_to_total(
         return np.clip(means + step * gains, low, high) @ weights - total
 
     # Without limits this is the step. With limits it is too short, as some means stop there.
-    step = -excess(0.0) / (gains @ weights)
-    while step and excess(0.0) * excess(step) > _ROUNDING * total**2:
+    start = excess(0.0)
+    step = -start / (gains @ weights)
+    if not start or (math.isinf(low) and math.isinf(high)):
+        return means + step * gains
+    for _ in range(_MOST_DOUBLINGS):
         step *= 2
-    if step and excess(0.0) * excess(step) < 0:
-        step = brentq(excess, 0.0, step, xtol=abs(step) * 1e-12)
-    return np.clip(means + step * gains, low, high)
+        if start * excess(step) <= 0:
+            step = brentq(excess, 0.0, step, xtol=abs(step) * 1e-14)
+            return np.clip(means + step * gains, low, high)
+    raise ValueError(f"the means that are uncertain cannot make up for total={total!r}.")
 
 
 class BaseClientMean(ClientMixin, BaseEstimator):
@@ -157,16 +168,18 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         ----------
         total : float
             What the weighted sum of the means is to be.
-        weights : array-like of shape (n_clients,), default=None
-            Weights in that sum, >= 0, such as numbers of inhabitants. None: the numbers of rows (or
-            the exposure) of the clients, so that `total` is a sum over rows.
+        weights : Series indexed by client, or array-like of shape (n_clients,), default=None
+            Weights in that sum, >= 0, such as numbers of inhabitants; an array is in the order of
+            ``clients_``. None: the numbers of rows (or the exposure) of the clients, so that
+            `total` is a sum over rows.
 
         Returns
         -------
         Series
             Means indexed by client. Among those that add up, they have the smallest sum of squared
             moves, each over its variance (`stds_`): precise means move least. Proportions stay
-            between 0 and 1, and rates above 0.
+            between 0 and 1, and rates above 0. After a private fit ``attrs["privacy"]`` says
+            whether the promise covers them.
 
         Raises
         ------
@@ -189,6 +202,8 @@ class BaseClientMean(ClientMixin, BaseEstimator):
             raise ValueError("benchmark takes means of one output; fit each output by itself.")
         if weights is None:
             weights = getattr(self, "exposure_per_client_", self.n_samples_per_client_)
+        if hasattr(weights, "reindex"):  # by client, in any order
+            weights = weights.reindex(self.clients_)
         w = np.asarray(weights, dtype=float)
         if w.shape != self.means_.shape or not ((w >= 0) & np.isfinite(w)).all() or not w.any():
             raise ValueError(
@@ -197,7 +212,10 @@ class BaseClientMean(ClientMixin, BaseEstimator):
             )
         means = moved_to_total(self.means_, self.stds_**2, w, total, self._range_of_means)
         index = pd.Index(self.clients_, name="client")
-        return pd.Series(means, index, name="mean")
+        series = pd.Series(means, index, name="mean")
+        if note := coverage_note(self):
+            series.attrs["privacy"] = note
+        return series
 
     def coef_table(self) -> pd.DataFrame:
         """Table of the clients' means, for a join with rows in a database.

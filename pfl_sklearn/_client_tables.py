@@ -11,6 +11,7 @@ import pandas as pd
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import Array
+from pfl_sklearn._fitted import has_own_report
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._unwrap import without_groupings
 
@@ -60,14 +61,14 @@ def coverage_note(estimator: Any) -> str:
     report = getattr(estimator, "privacy_", None)
     if report is None or math.isinf(report.epsilon):
         return ""
-    if report.not_released:
+    if report.not_released or not has_own_report(estimator):
         return NOT_COVERED
     if report.noise_reproducible:
         return "The noise of this table had a seed: anyone who knows it can remove the noise."
     return (
         f"The privacy promise of this fit covers this table: epsilon = {report.epsilon:.4g}, delta "
         f"= {report.delta:.4g}, unit one {report.unit}, relation {report.relation}; adversary: "
-        f"{report.adversary}."
+        f"{report.adversary}.{' Its warnings are in privacy_.' if report.warnings else ''}"
     )
 
 

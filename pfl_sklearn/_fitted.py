@@ -106,10 +106,15 @@ def fingerprint_of(estimator: Any, attributes: Mapping[str, Any]) -> str | None:
     return digest.hexdigest()
 
 
+def has_own_report(estimator: Any) -> bool:
+    """Whether a report that promises privacy is that of the fitted values."""
+    found = fingerprint_of(estimator, vars(estimator))
+    return found is None or found == _record_of(estimator).fingerprint
+
+
 def check_report(estimator: Any) -> None:
     """Raise ValueError if a report promises privacy for other values than the fitted ones."""
-    attributes = vars(estimator)
-    if fingerprint_of(estimator, attributes) not in (None, _record_of(estimator).fingerprint):
+    if not has_own_report(estimator):
         raise ValueError(
             f"privacy_ of this {type(estimator).__name__} is not the report of its fitted values, "
             "which nothing protects then; expected both as one fit set them. Fit again."
@@ -127,7 +132,9 @@ def _add_to_digest(digest: Any, value: Any) -> None:
         digest.update(f"{len(value)}:".encode())
         for inner in value:
             _add_to_digest(digest, inner)
-    elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+    elif isinstance(value, np.ndarray) and value.dtype == object:  # such as ids of strings
+        _add_to_digest(digest, value.tolist())
+    elif isinstance(value, np.ndarray | np.generic):
         digest.update(f"{value.dtype.str}{value.shape}".encode())
         digest.update(value.tobytes())
     elif isinstance(value, str | bytes | Real):

@@ -109,6 +109,7 @@ def _sum_of_promises(private, delta):
     # Noise, sensitivity and promises to single parties belong to one candidate each; they have no
     # sum.
     reports = list(private.values())
+    rows = {report.rows_per_person for report in reports}
     promises = [
         f"{name!r}: epsilon = {report.epsilon:.4g} ({report.relation})"
         for name, report in private.items()
@@ -126,6 +127,7 @@ def _sum_of_promises(private, delta):
         # The rate that amplifies least.
         sampling_rate=max(report.sampling_rate for report in reports),
         rounds=sum(report.rounds for report in reports),
+        rows_per_person=rows.pop() if len(rows) == 1 else None,
         # A known seed undoes one promise, and with it their sum.
         noise_reproducible=any(report.noise_reproducible for report in reports),
     )

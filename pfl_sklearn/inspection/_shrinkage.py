@@ -135,7 +135,8 @@ class ShrinkageDisplay:
         truth = None if truth is None else drawing.truth_of(fitted.clients_, truth)
         display = cls(clients=fitted.clients_, truth=truth, **estimates)
         display = display.plot(kind=kind, ax=ax, xlabel=xlabel, level=level)
-        return cast(Self, drawing.with_coverage(display, estimator))
+        shows_rows = truth is not None
+        return cast(Self, drawing.with_coverage(display, estimator, shows_rows=shows_rows))
 
     def plot(
         self,

@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pfl_sklearn.privacy._report import PrivacyReport
 
-# What a neighbouring table differs in, as a question about the person who asks.
-_GUESSES = {
-    "replace_one": "which of two possible values of the data of {unit} is the true one",
-    "zero_out": "whether the contribution of {unit} was used or replaced by nothing",
-    "add_remove": "whether {unit} is in the table",
-}
+_MOST_NATS = 700.0  # whose exponential is finite
+_CERTAIN = 1e-6  # rest of the time that is not worth a digit
 _PRESENCE = {
     "replace_one": "No. What the data of {unit} say is hidden, not that they are there",
     "zero_out": "No. What {unit} contributes is hidden, not that it is in the table",
@@ -73,7 +69,7 @@ def _promise(report: PrivacyReport) -> list[tuple[str, str]]:
             _exact_value(report),
             _listed("Covered", report.released) + _listed("Not covered", report.not_released),
         ),
-        (_odds(report, one), _parameters(report)),
+        (_odds(report), _parameters(report)),
         (_failure(report), ""),
         (_trust(report), _listed("Adversary", (report.adversary,))),
         (_tables(report), ""),
@@ -111,16 +107,18 @@ def _person(report: PrivacyReport) -> str:
             "Yes. Nothing that depends on the data is released (epsilon = 0), apart from each "
             "client's own estimate, which is for that client alone."
         )
+    # Group privacy; a pure promise has no delta that could grow.
+    more = " and a delta k exp((k - 1) epsilon) times as large" if report.delta else ""
     if report.unit == "client":
         return (
             "Yes, as part of a client (a hospital, a school, a phone): the promise is for all rows "
-            "of a client together. A person with rows at k clients has k times its epsilon."
+            f"of a client together. A person with rows at k clients has k times its epsilon{more}."
         )
     many = f"{report.unit}s"
     if k is None:
         text = (
             f"Only a person with a single {report.unit}: with k {many}, a person has k times the "
-            "epsilon, and nobody has said how large k may be."
+            f"epsilon{more}, and nobody has said how large k may be."
         )
     else:
         text = (
@@ -145,16 +143,18 @@ def _public_facts(report: PrivacyReport) -> str:
 
 
 def _exact_value(report: PrivacyReport) -> str:
-    if not _shows_clients(report):
-        pooled = "pools all clients, with noise" if report.epsilon else "comes from no data"
+    if _shows_clients(report):
+        if report.noise_reproducible:
+            return "Yes, for those who know the seed of the noise, which they can remove."
         return (
-            f"No. What is released {pooled}. But the estimate of a single client, which is for "
-            "that client alone, is made from its exact rows, and with one row it may show that "
-            "row: it is not part of the release."
+            "No. Noise was added to the figure of every client before anything else was computed, "
+            "also where a client has a single row, and no exact figure is kept."
         )
+    hidden = "has noise" if report.epsilon else "comes from no data"
     return (
-        "No. Noise was added to the figure of every client before anything else was computed, also "
-        "where a client has a single row, and no exact figure is kept."
+        f"No. What is released {hidden}. But the estimate of a single client, which is for that "
+        "client alone, may be made from its exact rows, and with one row it may show that row: it "
+        "is not part of the release."
     )
 
 
@@ -163,19 +163,51 @@ def _shows_clients(report: PrivacyReport) -> bool:
     return report.unit != "client" and "means_" in report.released
 
 
-def _odds(report: PrivacyReport, one: str) -> str:
+def _odds(report: PrivacyReport) -> str:
     if report.epsilon == 0:
         return "No. What is released does not depend on the data."
-    odds = math.exp(-report.epsilon)
-    chance = (1 + report.delta * odds) / (1 + odds)
-    # Three digits of the distance from certainty: 99.97 %, not 100 %.
-    digits = max(0, math.ceil(-math.log10(max(1 - chance, 1e-12))) - 2)
-    start = "Hardly." if report.epsilon <= 1 else "Not for certain." if chance < 0.99 else "Almost."
-    return (
-        f"{start} Somebody who is to guess {_GUESSES[report.relation].format(unit=one)}, and would "
-        f"be right half of the time, is right at most {100 * min(chance, 1):.{digits + 1}f} % of "
-        "the time after seeing the release."
+    epsilon, delta = _of_replacement(report)
+    k = report.rows_per_person or 1
+    whose = f"one {report.unit}" if k == 1 else f"all {report.unit}s of a person"
+    # Group privacy, for all rows of a person.
+    epsilon, delta = k * epsilon, delta * k * math.exp(min((k - 1) * epsilon, _MOST_NATS))
+    rest = (math.exp(-epsilon) - min(delta, 1.0) * math.exp(-epsilon)) / (1 + math.exp(-epsilon))
+    if epsilon <= 1:
+        start = "Hardly"
+    else:
+        start = "Not for certain" if rest > 0.01 else "Yes, almost for certain"
+    guess = f"which of two possible values of the data of {whose} is the true one"
+    if report.unit == "event":
+        guess = "whether a single event happened" if k == 1 else f"whether {whose} happened"
+    text = (
+        f"{start}. Somebody who is to guess {guess}, and would be right half of the time, is right "
+        f"{_percentage(rest)} of the time after seeing the release."
     )
+    if report.noise_reproducible:
+        text = f"Yes, those who know the seed of the noise can. For all others: {text}"
+    if report.unit != "client" and report.rows_per_person is None:
+        text += f" For a person with several {report.unit}s it is more."
+    return text
+
+
+def _of_replacement(report: PrivacyReport) -> tuple[float, float]:
+    """Epsilon and delta under which the data of one unit are replaced by others."""
+    if report.relation == "replace_one" or report.unit == "event":
+        return report.epsilon, report.delta
+    under = dict(report.epsilon_under)
+    if "replace_one" in under:
+        return under["replace_one"], report.delta
+    # Taken out, and others put in.
+    return 2 * report.epsilon, report.delta * (1 + math.exp(min(report.epsilon, _MOST_NATS)))
+
+
+def _percentage(rest: float) -> str:
+    """At most what share of the time, given the rest; rounded up, so that it is a bound."""
+    if rest < _CERTAIN:
+        return "practically all"
+    # As many digits as tell it from 100 %, and one more.
+    scale = 10 ** max(1, math.ceil(-math.log10(rest)) - 1)
+    return f"at most {math.ceil(100 * scale * (1 - rest)) / scale:.{round(math.log10(scale))}f} %"
 
 
 def _parameters(report: PrivacyReport) -> str:
@@ -191,10 +223,11 @@ def _parameters(report: PrivacyReport) -> str:
 def _failure(report: PrivacyReport) -> str:
     weaknesses = [f"{text.rstrip('.')}." for text in report.warnings]
     if report.delta:
+        one_in = f", one in {math.floor(1 / report.delta):,}," if report.delta <= 0.1 else ""
         weaknesses.insert(
             0,
-            f"With a probability of at most one in {1 / report.delta:,.0f} (delta) a release may "
-            "show more than these odds allow, in the worst case everything.",
+            f"The promise holds up to a probability of {report.delta:.3g}{one_in} for which there "
+            "is none (delta).",
         )
     if weaknesses:
         return " ".join(["Yes.", *weaknesses])
@@ -229,13 +262,21 @@ def _accuracy(report: PrivacyReport) -> str:
     if report.epsilon == 0:
         return "No. No noise was added."
     if report.noise_std is None:
-        return "Yes. Answers are random: a part of them is wrong on purpose."
-    ratio = report.noise_std / report.sensitivity if report.sensitivity else math.inf
-    return (
-        f"Yes. The noise has a standard deviation of {report.noise_std:.4g}, {ratio:.3g} times "
-        f"the most that one {report.unit} can change. Small groups lose most, and shrinkage "
-        "towards the population moves them most: they appear more alike than they are."
-    )
+        return "Yes. What is released is random on purpose."
+    if report.rounds > 1:
+        text = f"Yes. Noise is added in each of {report.rounds} rounds."
+    else:
+        ratio = report.noise_std / report.sensitivity if report.sensitivity else math.inf
+        text = (
+            f"Yes. The noise has a standard deviation of {report.noise_std:.4g}, {ratio:.3g} times "
+            f"the most that one {report.unit} can change."
+        )
+    if "shrinkage_" in (*report.released, *report.not_released):
+        text += (
+            " Small groups lose most, and shrinkage towards the population moves them most: they "
+            "appear more alike than they are."
+        )
+    return text
 
 
 def _mechanism(report: PrivacyReport) -> str:

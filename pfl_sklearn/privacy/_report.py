@@ -314,7 +314,10 @@ class PrivacyReport:
         k = self.rows_per_person
         if k is None:
             one = f"an {self.unit}" if self.unit == "event" else f"a {self.unit}"
-            return f"{one}, not a person: with k {self.unit}s a person has k times this epsilon"
+            more = " and a larger delta" if self.delta else ""
+            return (
+                f"{one}, not a person: with k {self.unit}s a person has k times this epsilon{more}"
+            )
         return f"epsilon = {k * self.epsilon:.4g} for a person, who has at most {k} {self.unit}s"
 
     def _promise(self) -> str:

@@ -1,6 +1,7 @@
 """What estimators of one mean per client share."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from numpy.testing import assert_allclose
 
@@ -8,6 +9,7 @@ from pfl_sklearn._client_means import (
     CLIENT_ATTRIBUTES,
     BaseClientMean,
     MeanRegressorMixin,
+    moved_to_total,
     participant_mask,
     report_of_fit,
 )
@@ -97,6 +99,8 @@ def test_benchmarked_means_add_up_with_the_smallest_moves(kind):
     slopes = (moved - model.means_) / model.stds_**2
     assert_allclose(slopes / sizes, (slopes / sizes).iloc[0])
     assert_allclose(model.benchmark(sizes @ model.means_), model.means_)
+    named = pd.Series(sizes, index=model.clients_)[::-1]
+    assert_allclose(model.benchmark(total, weights=named), moved)
     w = np.array([1.0, 0, 2, 0, 0][: len(sizes)])
     assert w @ model.benchmark(2.5, weights=w) == pytest.approx(2.5)
     assert_allclose(model.benchmark(2.5, weights=w)[w == 0], model.means_[w == 0])
@@ -121,6 +125,7 @@ def test_benchmarked_means_stay_in_their_range(kind, total):
         ("proportions", 30.0, None, "between 0 and 29, the limits"),
         ("rates", -1.0, None, "total must be a finite number between 0 and inf"),
         ("means", np.nan, None, "total must be a finite number"),
+        ("means", "3", None, "total must be a finite number"),
         ("means", 1.0, [1.0, 2.0], "weights must be 5 finite numbers"),
         ("means", 1.0, [1.0, 2, 3, 4, -1], "weights must be 5 finite numbers"),
         ("means", 1.0, [0.0] * 5, "not all 0"),
@@ -129,6 +134,10 @@ def test_benchmarked_means_stay_in_their_range(kind, total):
 def test_totals_that_cannot_be(kind, total, weights, message):
     with pytest.raises(ValueError, match=message):
         BENCHMARKED[kind]().benchmark(total, weights=weights)
+    with pytest.raises(ValueError, match="cannot make up for total=3"):
+        moved_to_total(np.array([5.0, 1.0]), np.array([0.0, 1.0]), np.ones(2), 3.0, (0.0, np.inf))
+    wide = PoissonMean().fit_counts([1, 2, 10**6, 0], exposure=[1.0, 1.0, 1e9, 1e-3])
+    assert wide.exposure_per_client_ @ wide.benchmark(1.0) == pytest.approx(1.0)
     two = GaussianMean().fit(np.zeros((4, 1)), np.eye(4)[:, :2], groups=[0, 0, 1, 1])
     with pytest.raises(ValueError, match="means of one output"):
         two.benchmark(1.0)

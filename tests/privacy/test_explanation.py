@@ -44,7 +44,7 @@ def test_answers_are_those_of_the_parameters(estimator):
     asks_rows = report.unit != "client"
     assert words[PERSON] == ("Only" if asks_rows else "Yes")
     assert words[EXACT] == "No"
-    assert ("made from its exact rows" in texts[EXACT]) == (not published)
+    assert ("may be made from its exact rows" in texts[EXACT]) == (not published)
     assert words[PRINTED] == ("Yes" if published else "No")
     presence = getattr(estimator, "unit", "") == "event" or report.relation == "add_remove"
     assert words[PRESENT] == ("Yes" if presence else "No")
@@ -52,7 +52,8 @@ def test_answers_are_those_of_the_parameters(estimator):
     # Only a server that is trusted can add noise for rows of a client, except in streams.
     local = report.trust == "local" and not published
     assert words[TRUSTED] == ("No" if nothing_sent or local else "Yes")
-    assert words[FOUND] == "No" if nothing_sent else words[FOUND] in ("Hardly", "Not", "Almost")
+    seeded = estimator.random_state is not None and estimator not in (*KNOWN, *UNREPEATABLE)
+    assert words[FOUND] == "No" if nothing_sent else words[FOUND] in ("Hardly", "Not", "Yes")
     assert words[ACCURACY] == ("No" if nothing_sent else "Yes")
     seeded = estimator.random_state is not None and estimator not in (*KNOWN, *UNREPEATABLE)
     assert words[FAILS] == ("Yes" if report.delta or seeded else "No")
@@ -63,7 +64,14 @@ def test_answers_are_those_of_the_parameters(estimator):
 
 @pytest.mark.parametrize(
     ("epsilon", "delta", "percent"),
-    [(1.0, 0.0, "73.1 %"), (0.1, 0.0, "52.5 %"), (8.0, 0.0, "99.966 %"), (1.0, 0.1, "75.8 %")],
+    [
+        *(
+            (1.0, 0.0, "at most 73.2 %"),
+            (0.1, 0.0, "at most 52.5 %"),
+            (8.0, 0.0, "at most 99.967 %"),
+        ),
+        *((1.0, 0.1, "at most 75.8 %"), (1000.0, 0.0, "practically all")),
+    ],
 )
 def test_epsilon_as_the_chance_of_a_right_guess(epsilon, delta, percent):
     # Of randomized response with these odds, and where it is given away with probability delta.
@@ -89,12 +97,34 @@ def test_persons():
     assert "at most 3 rows, which the promise covers with epsilon = 3." in many
     whole = answers(promise(**rows, epsilon_whole_client=9.0))[PERSON].plain
     assert whole.endswith("epsilon = 9.")
+    # The guess is about all rows of the one who asks.
+    assert "at most 73.2 % of the time" in answers(promise(**rows))[FOUND].plain
+    assert "several rows it is more" in answers(promise(**rows))[FOUND].plain
+    three = answers(promise(**rows, rows_per_person=3))[FOUND].plain
+    assert "all rows of a person" in three
+    assert "at most 95.3 %" in three
+    # Deltas of groups grow faster than their number.
+    ten = answers(promise(0.1, 1e-3, **rows, rows_per_person=10))[FOUND].plain
+    chance = (math.e + 10 * math.exp(0.9) * 1e-3) / (math.e + 1)
+    assert f"at most {math.ceil(1000 * chance) / 10} %" in ten
+    assert "a delta k exp((k - 1) epsilon) times as large" in answers(promise(1, 0.1))[PERSON].plain
+
+
+def test_a_guess_is_about_data_that_are_replaced():
+    zeroed = promise(relation="zero_out", epsilon_under=(("replace_one", 2.0),))
+    assert "at most 88.1 %" in answers(zeroed)[FOUND].plain
+    assert "at most 88.1 %" in answers(promise(relation="add_remove"))[FOUND].plain
+    events = answers(promise(unit="event", relation="add_remove"))[FOUND].plain
+    assert "whether a single event happened" in events
+    assert "at most 73.2 %" in events
 
 
 def test_tables_with_a_seed_are_not_published():
     fields = {"unit": "row", "released": ("means_",)}
     assert answers(promise(**fields))[PRINTED].plain.startswith("Yes")
     seeded = promise(**fields, noise_reproducible=True)
+    assert answers(seeded)[EXACT].plain.startswith("Yes, for those who know the seed")
+    assert answers(seeded)[FOUND].plain.startswith("Yes, those who know the seed")
     assert answers(seeded)[PRINTED].plain.startswith("No. The noise had a seed")
 
 

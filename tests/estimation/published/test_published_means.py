@@ -215,7 +215,16 @@ def test_a_table_that_was_changed_is_not_released(fitted, name):
     for hand_out in (changed.release, lambda: changed.for_client("county 03")):
         with pytest.raises(ValueError, match="is not the report of its fitted values"):
             hand_out()
+    assert "does not cover" in changed.summary().attrs["privacy"]
     assert fitted.release().release().privacy_ == fitted.privacy_
+
+
+def test_a_table_with_other_ids_is_not_released(fitted):
+    changed = copy.deepcopy(fitted)
+    changed.clients_[:2] = changed.clients_[1::-1].copy()
+    with pytest.raises(ValueError, match="is not the report of its fitted values"):
+        changed.release()
+    assert fitted.benchmark(100.0).attrs == fitted.summary().attrs
 
 
 def test_models_of_unknown_clients(fitted):

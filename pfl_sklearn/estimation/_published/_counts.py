@@ -25,6 +25,7 @@ _CELLS_AT_ONCE = 1 << 20  # populations times clients times counts: 8 MB an arra
 # Groups of populations that intervals tell apart. The posterior of a rate of one expected event has
 # a sharp peak at 0 under some, and none under others; with one group, 95 % intervals cover .87.
 _GROUPS = 3
+_NO_CHANCE = 1e-12  # of a count, which no interval could show
 _MOST_COUNTS = 64  # that intervals of a client tell apart; neighbouring ones are merged
 
 
@@ -190,7 +191,11 @@ class PublishedCounts(NamedTuple):
 
     def _mixed(self, tail):
         """Quantiles (m,) of mixtures of beta or gamma distributions with matched moments."""
-        a, b = self.family.of_moments(self.centres, self.variances)
+        # Moments of what has no weight underflow; any others will do.
+        counts = self.chances > _NO_CHANCE
+        means = np.where(counts, self.centres, self.means[:, None])
+        variances = np.where(counts, self.variances, self.stds[:, None] ** 2)
+        a, b = self.family.of_moments(means, variances)
 
         def distribution(values, at):
             below = self.family.priors._cdf(a[at], b[at], values[:, None])
@@ -305,8 +310,12 @@ def _posteriors(family, part, populations, of_table):
 
 def _mixtures(weights, means, variances):
     """Weights, means and variances (m, c) of distributions (k, m, w), over neighbouring counts."""
-    step = -(-weights.shape[2] // _MOST_COUNTS)
-    starts = np.arange(0, weights.shape[2], step)
+    # Finest at the start of a window: distributions of small counts differ most.
+    width = weights.shape[2]
+    shares = np.arange(_MOST_COUNTS) / _MOST_COUNTS
+    starts = (
+        np.unique((width * shares**2).astype(int)) if width > _MOST_COUNTS else np.arange(width)
+    )
     # What has no weight, such as a count that is not possible, has the moments of any other.
     weights = np.maximum(weights, np.finfo(float).tiny)
 
@@ -315,7 +324,7 @@ def _mixtures(weights, means, variances):
 
     whole = total(1.0)
     mean = total(means) / whole
-    distances = means - np.repeat(mean, step, axis=1)[:, : weights.shape[2]]
+    distances = means - np.repeat(mean, np.diff(starts, append=width), axis=1)
     return whole, mean, total(variances + distances**2) / whole
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy.special import logsumexp
-from scipy.stats import betabinom, nbinom
+from scipy.stats import betabinom, gamma, nbinom
 
 from pfl_sklearn import BernoulliMean, PoissonMean, PrivacyWarning
 from pfl_sklearn.estimation._published._counts import (
@@ -263,3 +263,28 @@ def test_one_large_exposure_does_not_bound_the_rates_of_others():
     events = rng.poisson(np.append(rng.gamma(2, 0.5, 19), 0.02) * exposure)
     model = PoissonMean(unit="event", publish="clients", epsilon=1.0)
     assert 0.4 < model.fit_counts(events, exposure).population_mean_ < 2
+
+
+def test_intervals_are_quantiles_of_mixtures():
+    released = ReleasedCounts(np.array([186]), np.array([1.0]), 100.0)
+    found = published_counts(POISSON, released, (0.5, 0.002), False)
+    counts = np.arange(3000)
+    log_chances = predictive(POISSON, counts, 1.0, 0.5, 0.002) - np.abs(186 - counts) / 100
+    chances = np.exp(log_chances - logsumexp(log_chances))
+    for bound, tail in zip(found.central(0.95), (0.025, 0.975), strict=True):
+        assert chances @ gamma.cdf(bound[0], 0.5 + counts, scale=1 / 1.002) == pytest.approx(
+            tail, abs=1e-3
+        )
+
+
+@pytest.mark.parametrize("kind", ["rates", "proportions"])
+def test_clients_of_all_sizes_have_intervals(kind):
+    if kind == "rates":
+        model = PoissonMean(unit="event", publish="clients", epsilon=1.0)
+        model = model.fit_counts([1, 5, 100, 0], exposure=[1e-6, 1.0, 1e12, 1e3])
+    else:
+        model = BernoulliMean(unit="row", publish="clients", epsilon=1.0)
+        model = model.fit_counts([0, 10**6, 3, 1], [1, 10**6, 9, 10**5])
+    lower, upper = model.credible_interval()
+    assert (lower <= upper).all()
+    assert (lower >= 0).all()

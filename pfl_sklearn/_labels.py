@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from sklearn.base import BaseEstimator
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
@@ -103,6 +104,17 @@ CLASSES = parameter(
             give them.
     """,
 )
+
+
+def check_classes(classes: Any, n: int | None = None) -> None:
+    """Raise ValueError unless a parameter `classes` is None or lists (`n`) labels."""
+    if classes is None:
+        return
+    labels = np.asarray(classes)
+    distinct = pd.unique(labels.ravel())
+    wrong = labels.ndim != 1 or pd.isna(labels).any() or len(distinct) < 2
+    if wrong or (n is not None and len(distinct) != n):
+        raise ValueError(f"classes must list {n or 'at least 2'} labels; got {classes!r}.")
 
 
 def given_classes(estimator: Any, classes: Any) -> Any:

@@ -8,11 +8,13 @@ from sklearn.base import clone
 
 from pfl_sklearn import (
     BernoulliMean,
+    ClientStatistics,
     PersonalizedLogisticRegression,
     PPSGDClassifier,
     PrivacyWarning,
     neural_network,
 )
+from pfl_sklearn.privacy import PrivacyLedger
 from tests.helpers.registry import WITHOUT_TORCH
 
 RNG = np.random.default_rng(0)
@@ -65,14 +67,29 @@ def test_given_classes_change_nothing_else(name):
     assert any("public" in text and "class" in text for text in seen.privacy_.assumptions)
 
 
+@every_classifier
+@pytest.mark.parametrize("classes", [["no"], [["no", "yes"]], [0.0, np.nan], ["no", None]])
+def test_classes_that_are_none_cost_nothing(name, classes, tmp_path):
+    ledger = PrivacyLedger(tmp_path / "ledger")
+    model = clone(CLASSIFIERS[name]).set_params(classes=classes, ledger=ledger)
+    with pytest.raises(ValueError, match="classes must list"):
+        model.fit(X, Y, groups=GROUPS)
+    assert ledger.entries == []
+
+
 def test_without_privacy():
     logistic = PersonalizedLogisticRegression(classes=["maybe", "no", "yes"])
     with pytest.raises(ValueError, match="no row is of the class 'maybe'"):
         logistic.fit(X, Y, groups=GROUPS)
     counts = BernoulliMean(classes=["no", "yes"]).fit_counts([0, 3], [4, 4])
     assert counts.classes_.tolist() == ["no", "yes"]
-    with pytest.raises(ValueError, match="classes must be two labels"):
-        BernoulliMean(classes=["no"]).fit_counts([0, 3], [4, 4])
+    again = BernoulliMean(classes=["no", "yes"])
+    assert again.partial_fit(X, np.full(240, "no"), groups=GROUPS).classes_.tolist() == [
+        "no",
+        "yes",
+    ]
+    statistics = ClientStatistics.from_rows(X, (Y == "yes").astype(float), groups=GROUPS)
+    assert again.fit_statistics(statistics).classes_.tolist() == ["no", "yes"]
     ppsgd = PPSGDClassifier(classes=["no", "yes"], n_rounds=2)
     with pytest.raises(ValueError, match="but the PPSGDClassifier has classes="):
         ppsgd.partial_fit(X, Y, classes=["no", "maybe"], groups=GROUPS)

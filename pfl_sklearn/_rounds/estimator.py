@@ -19,6 +19,7 @@ from pfl_sklearn._compat import (
     with_callbacks,
 )
 from pfl_sklearn._fitted import check_report
+from pfl_sklearn._labels import check_classes
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.checkpoint import Checkpoint, describe_parameters
 from pfl_sklearn._rounds.parameters import RoundsParameters
@@ -337,6 +338,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
 
     def _check_all_parameters(self):
         check_noise_parameters(self)
+        check_classes(getattr(self, "classes", None))
         self._check_parameters()
 
     def _earlier(self):

@@ -309,8 +309,8 @@ def rounds_report(model: Any, progress: Progress) -> PrivacyReport:
         released=released if rounds == spent else ("label_prior_", *released),
         not_released=private,
         assumptions=(
-            "the labels that occur and the number of rounds are public, and the numbers of clients "
-            "and rows that sums are divided by are constants",
+            "the number of rounds is public, and the numbers of clients and rows that sums are "
+            "divided by are constants",
             *((_SECRET_NUMBER,) if secret else ()),
             "clip_norm, learning_rate and the other parameters are the user's, not the data's",
             *model._assumptions,

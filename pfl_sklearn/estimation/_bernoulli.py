@@ -17,7 +17,14 @@ from pfl_sklearn._client_means import (
 )
 from pfl_sklearn._clients import segment_sums
 from pfl_sklearn._compat import StrOptions, fit_context
-from pfl_sklearn._labels import CLASSES, check_labels, class_assumption, read_known_classes
+from pfl_sklearn._labels import (
+    CLASSES,
+    check_classes,
+    check_labels,
+    class_assumption,
+    given_classes,
+    read_known_classes,
+)
 from pfl_sklearn._parameters import UNSEEN, PrivateFit, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, client_values, read_rows
@@ -328,14 +335,13 @@ class BernoulliMean(
         successes = segment_sums(successes, codes, len(ids))
         trials = segment_sums(trials, codes, len(ids))
         attributes, report = self._estimate(prior, ids, successes, trials)
-        given = [0, 1] if self.classes is None else self.classes
-        attributes["classes_"] = encode_labels([], known=given)[0]
+        attributes["classes_"] = self._classes_of_counts()
         # Rows of a table are clients in any case, so that predictions need their ids.
         return self._store(ids, attributes, report, with_groups=True)
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit_statistics(self, statistics: ClientStatistics) -> Self:
-        """Estimate from statistics of labels 0 and 1; ``classes_`` is [0, 1].
+        """Estimate from statistics of labels 0 and 1; without `classes`, ``classes_`` is [0, 1].
 
         Parameters
         ----------
@@ -358,8 +364,12 @@ class BernoulliMean(
         successes, trials = binary_counts(statistics, math.isfinite(self.epsilon))
         ids = statistics.clients
         attributes, report = self._estimate(prior, ids, successes, trials)
-        attributes["classes_"] = np.array([0, 1])
+        attributes["classes_"] = self._classes_of_counts()
         return self._store(ids, attributes, report, with_groups=True)
+
+    def _classes_of_counts(self):
+        """Classes of successes and trials: the second is a success."""
+        return np.array([0, 1]) if self.classes is None else np.unique(self.classes)
 
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(
@@ -395,6 +405,8 @@ class BernoulliMean(
         y = column_or_1d(y)
         check_labels(y)
         known = getattr(self, "classes_", None) if hasattr(self, "_statistics") else None
+        check_classes(self.classes, 2)
+        classes = given_classes(self, classes)
         known, labels = read_known_classes(y, known, classes, self, private=False)
         if len(known) > 2:
             raise ValueError(f"BernoulliMean takes two classes; got {known.tolist()[:20]}.")
@@ -467,6 +479,7 @@ class BernoulliMean(
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse combinations of parameters that do not go together."""
+        check_classes(self.classes, 2)
         if is_publishing(self, "row"):
             check_published_counts(self, prior, BINOMIAL, ("participants",), sample_weight)
             return

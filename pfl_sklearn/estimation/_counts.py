@@ -122,9 +122,7 @@ def encode_labels(y, both=False, known=None):
     if (codes < 0).any():
         raise ValueError("Input y contains NaN.")
     if known is not None:
-        known = np.unique(column_or_1d(known))
-        if len(known) != 2:
-            raise ValueError(f"classes must be two labels; got {known.tolist()!r}.")
+        known = np.unique(known)
         if not np.isin(classes, known).all():
             raise ValueError("y holds a label that is not one of the two classes given before.")
         return known, (y == known[1]).astype(float)

@@ -10,7 +10,13 @@ from sklearn.metrics import accuracy_score
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import fit_context
-from pfl_sklearn._labels import CLASSES, check_labels, class_assumption, read_known_classes
+from pfl_sklearn._labels import (
+    CLASSES,
+    check_classes,
+    check_labels,
+    class_assumption,
+    read_known_classes,
+)
 from pfl_sklearn._parameters import CLASS_WEIGHT, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, check_level
@@ -192,6 +198,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         -------
         self
         """
+        check_classes(self.classes, 2 if math.isfinite(self.epsilon) else None)
         return self._fit_link(X, y, groups, sample_weight, partial(checked_offset, offset))
 
     @staticmethod
@@ -204,10 +211,10 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     def _family_of(self, y):
         private = math.isfinite(self.epsilon)
-        if private and len(np.unique(y if self.classes is None else self.classes)) != 2:
-            raise ValueError(  # an error that names no label
-                f"a private {type(self).__name__} takes two classes, which are public; "
-                f"{'y holds' if self.classes is None else 'classes has'} another number of them."
+        if private and self.classes is None and len(np.unique(y)) != 2:  # names no label
+            raise ValueError(
+                f"a private {type(self).__name__} takes two classes, which are public; y holds "
+                "another number of them."
             )
         # Classes that only rows of weight 0 have are absent, as these rows are.
         classes, labels = read_known_classes(y, None, self.classes, self, private)

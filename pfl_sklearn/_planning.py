@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ _NO_PROMISE = {
 }
 _EPSILONS = 1e-3, 1e3  # that a search looks between
 _MOST_CLIENTS, _MOST_ROWS = 100_000, 100_000
+_TRIES = 5  # tables that a fit may refuse before it counts as refused
 _STEP, _CLOSE = 2.0, 1.03  # factors by which a search moves at first, and in the end
 
 
@@ -39,7 +41,7 @@ class Guess(NamedTuple):
     population: Any  # a prior
     sizes: np.ndarray  # (m,), rows, trials or exposure
     noise_variance: Any
-    X: Any  # rows (k, d) of features like those to come, or None
+    X: Any  # rows (k, d) of features like those to come, a frame or an array, or None
 
     @property
     def codes(self) -> np.ndarray:
@@ -105,7 +107,7 @@ class PlansErrors:
             Guess of the variance of a row, for means and linear regressions.
         X : array-like of shape (k, d), default=None
             Rows of features like those to come, for regressions: public or invented. Rows of the
-            made-up tables are drawn from them.
+            made-up tables are drawn from them. Groupings cannot be planned.
         epsilon : float or array-like of shape (e,), default=None
             Promises to compare; None: the estimator's own.
         n_simulations : int, default=200
@@ -137,8 +139,7 @@ class PlansErrors:
         """
         own = self.epsilon  # type: ignore[attr-defined]
         epsilons = np.atleast_1d(np.asarray(own if epsilon is None else epsilon, dtype=float))
-        if not ((epsilons > 0) & np.isfinite(epsilons)).all():
-            raise ValueError(f"epsilon must be finite and above 0; got {epsilons.tolist()}.")
+        _check_epsilons(epsilons)
         guess = self._checked_guess(population, n_clients, n_rows, noise_variance, X)
         estimators = [self._private(value) for value in epsilons]
         estimators.append(self._without_privacy())
@@ -198,6 +199,10 @@ class PlansErrors:
                 "exactly one of n_clients, n_rows and epsilon must be None, and of 'clients' or "
                 f"'population'; got {sizes} and of={of!r}."
             )
+        if not (isinstance(error, Real) and 0 < error < math.inf):
+            raise ValueError(f"error must be a finite number above 0; got {error!r}.")
+        if epsilon is not None:
+            _check_epsilons(np.array([epsilon], dtype=float))
         (name,) = unknown
         low, high = {
             "epsilon": _EPSILONS,
@@ -207,21 +212,27 @@ class PlansErrors:
 
         guesses = {name: options.pop(name, None) for name in ("noise_variance", "X")}
         drawn = {"n_simulations": 200, "random_state": 0} | options
+        was_fitted, refusal = False, None
 
         def reached(value):
+            nonlocal was_fitted, refusal
             value = value if name == "epsilon" else math.ceil(value)
             given = {**sizes, name: value}
             estimator = self._private(given.pop("epsilon"))
             guess = self._checked_guess(population, **given, **guesses)
             (found,) = self._simulated(guess, [estimator], **drawn)
-            if isinstance(found, ValueError):  # too little to fit anything
+            if isinstance(found, ValueError):  # perhaps too little to fit anything
+                refusal = found
                 return False
+            was_fitted = True
             return math.sqrt(np.mean(found.errors[int(of == "clients")] ** 2)) <= error
 
         # From the cheap end: large tables take long.
         value = low
         while not reached(value):
             if value >= high:
+                if not was_fitted and refusal is not None:
+                    raise refusal
                 raise ValueError(
                     f"no {name} up to {high:g} has an expected error of {error:g} of the {of}; "
                     "expected a larger error, or more of the other numbers."
@@ -239,6 +250,15 @@ class PlansErrors:
                 f"population must be a {kind.__name__} with all parameters given; got "
                 f"{population!r}."
             )
+        groupings = getattr(self, "groupings", None)
+        named = groupings != "auto" if isinstance(groupings, str) else len(groupings or ()) > 0
+        if named or getattr(self, "participants", None) is not None:
+            raise ValueError(
+                "made-up tables have neither participants nor groupings; plan without them, for "
+                "the clients that take part."
+            )
+        if not (isinstance(n_clients, int | np.integer) and n_clients > 0):
+            raise ValueError(f"n_clients must be a whole number above 0; got {n_clients!r}.")
         sizes = np.asarray(n_rows, dtype=float)
         valid = sizes.shape in ((), (n_clients,)) and (sizes > 0).all() and np.isfinite(sizes).all()
         if not valid or not (self._takes_exposure or np.all(sizes == np.floor(sizes))):
@@ -261,8 +281,7 @@ class PlansErrors:
             raise ValueError(
                 f"noise_variance must be a finite number of at least 0; got {noise_variance!r}."
             )
-        features = None if X is None else np.atleast_2d(np.asarray(X, dtype=float))
-        return Guess(population, np.broadcast_to(sizes, (n_clients,)), noise_variance, features)
+        return Guess(population, np.broadcast_to(sizes, (int(n_clients),)), noise_variance, X)
 
     def _private(self, epsilon):
         return clone(self).set_params(epsilon=epsilon, ledger=None)
@@ -272,24 +291,31 @@ class PlansErrors:
         return clone(self).set_params(**{k: v for k, v in _NO_PROMISE.items() if k in params})
 
     def _simulated(self, guess, estimators, n_simulations, random_state):
-        """Expected of each estimator, or the ValueError with which it refuses a table."""
+        """Expected of each estimator, or the ValueError with which it refuses all tables."""
+        if not (isinstance(n_simulations, int | np.integer) and n_simulations > 0):
+            raise ValueError(
+                f"n_simulations must be a whole number above 0; got {n_simulations!r}."
+            )
         rng = check_random_state(random_state)
-        squares: list[list[Floats]] = [[] for _ in estimators]
-        found: list[Any] = [None] * len(estimators)
+        fits: list[list[Any]] = [[] for _ in estimators]
+        refusals: list[list[ValueError]] = [[] for _ in estimators]
         for _ in range(n_simulations):
             table = self._made_up(guess, rng)  # type: ignore[attr-defined]
             seed = int(rng.randint(2**31 - 1))
             for k, estimator in enumerate(estimators):
-                if isinstance(found[k], ValueError):
+                if not fits[k] and len(refusals[k]) >= _TRIES:
                     continue
+                # Some draws cannot be fitted, such as one of a single class.
                 try:
-                    errors, report = self._squares(table, estimator.set_params(random_state=seed))
+                    fits[k].append(self._squares(table, estimator.set_params(random_state=seed)))
                 except ValueError as error:
-                    found[k] = error
-                    continue
-                squares[k].append(errors)
-                found[k] = Expected(np.sqrt(np.mean(squares[k], axis=0)), report)
-        return found
+                    refusals[k].append(error)
+        return [
+            Expected(np.sqrt(np.mean([squares for squares, _ in done], axis=0)), done[-1][1])
+            if done
+            else refused[0]
+            for done, refused in zip(fits, refusals, strict=True)
+        ]
 
     def _squares(self, table, estimator):
         """Mean squared errors (2, p) of population and clients of one fit, and its report."""
@@ -315,6 +341,11 @@ class PlansErrors:
     def _planned_names(self, p):
         """Names of the p values, or None if there is one without a name."""
         return None
+
+
+def _check_epsilons(epsilons):
+    if not ((epsilons > 0) & np.isfinite(epsilons)).all():
+        raise ValueError(f"epsilon must be finite and above 0; got {epsilons.tolist()}.")
 
 
 def _with_promise(table, report):

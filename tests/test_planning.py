@@ -200,6 +200,42 @@ def test_what_cannot_be_reached():
         estimator.solve_expected_error(0.1, guess[0], n_clients=10, **given)
 
 
+def test_errors_of_parameters_are_no_sign_of_too_little_data():
+    grid = GaussianMean(prior="discrete", epsilon=1.0, clip_norm=5.0)  # needs a noise variance
+    numbers = {"n_rows": 5, "epsilon": 1.0, "noise_variance": 1.0, "n_simulations": 2}
+    with pytest.raises(ValueError, match="noise_variance"):
+        grid.solve_expected_error(0.1, NORMAL, **numbers)
+    some = GaussianMean(epsilon=1.0, clip_norm=5.0, participants=["a", "b"])
+    with pytest.raises(ValueError, match="made-up tables have neither participants"):
+        some.solve_expected_error(0.1, NORMAL, **numbers)
+    for changes, message in (
+        ({"epsilon": -1.0}, "epsilon must be"),
+        ({"error": -1.0}, "error must"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GaussianMean(clip_norm=5.0).solve_expected_error(
+                **{"error": 0.1, "population": NORMAL, **numbers, **changes}
+            )
+
+
+def test_named_features_and_given_classes():
+    frame = pd.DataFrame(ROWS, columns=["age"])
+    line = PersonalizedLinearRegression(random=["intercept"], target_bound=6.0, **BOX)
+    table = line.expected_error(LINE, 100, 8, noise_variance=1.0, X=frame, n_simulations=2)
+    assert np.isfinite(table.to_numpy()).all()
+    yes = PersonalizedLogisticRegression(classes=["no", "yes"], **CUT)
+    table = yes.expected_error(LINE, 100, 8, X=frame, n_simulations=2)
+    assert np.isfinite(table.to_numpy()).all()
+
+
+def test_tables_that_cannot_be_fitted_are_left_out():
+    rare = PersonalizedLogisticRegression(**CUT)
+    table = rare.expected_error(
+        GaussianPrior([-3.5, 0.0], [0.1, 0.0]), 20, 2, X=ROWS, epsilon=50.0, n_simulations=8
+    )
+    assert np.isfinite(table.to_numpy()).all()
+
+
 def test_refused_fits_have_no_error():
     line = PersonalizedLinearRegression(target_bound=6.0, **BOX)
     slopes = GaussianPrior([0.5, 1.0], [0.4, 0.2])
@@ -226,6 +262,8 @@ def test_refused_fits_have_no_error():
         ("linear", {"X": None}, "PersonalizedLinearRegression needs X"),
         ("logistic", {"noise_variance": 1.0}, "takes no noise_variance"),
         ("means", {"epsilon": math.inf}, "epsilon must be finite"),
+        ("means", {"n_clients": 50.0}, "n_clients must be a whole number"),
+        ("means", {"n_simulations": 0}, "n_simulations must be a whole number"),
     ],
 )
 def test_guesses_that_do_not_go_together(name, changes, message):

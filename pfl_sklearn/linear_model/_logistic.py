@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import expit
 from sklearn.metrics import accuracy_score
 from sklearn.utils.validation import check_is_fitted
 
@@ -201,9 +202,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         check_classes(self.classes, 2 if math.isfinite(self.epsilon) else None)
         return self._fit_link(X, y, groups, sample_weight, partial(checked_offset, offset))
 
-    @staticmethod
-    def _draw_response(predictors, noise_variance, rng):
-        return (rng.random_sample(len(predictors)) < 1 / (1 + np.exp(-predictors))).astype(int)
+    def _draw_response(self, predictors, noise_variance, rng):
+        labels = np.array([0, 1]) if self.classes is None else np.unique(self.classes)
+        return labels[(rng.random_sample(len(predictors)) < expit(predictors)).astype(int)]
 
     def _checked_response(self, y, with_offset=False):
         check_labels(y)

@@ -18,8 +18,11 @@ class PlansRegressions(PlansErrors):
 
     def _made_up(self, guess: Guess, rng: Any) -> MadeUpTable:
         codes, m = guess.codes, len(guess.sizes)
-        X = guess.X[rng.randint(len(guess.X), size=len(codes))]
-        design = np.column_stack([np.ones(len(X)), X]) if self.fit_intercept else X  # type: ignore[attr-defined]
+        rows = rng.randint(len(guess.X), size=len(codes))
+        X = guess.X.iloc[rows] if hasattr(guess.X, "iloc") else np.asarray(guess.X)[rows]
+        design = np.asarray(X, dtype=float)
+        if self.fit_intercept:  # type: ignore[attr-defined]
+            design = np.column_stack([np.ones(len(design)), design])
         mean = guess.population.known_mean(design.shape[1])
         covariance = guess.population.known_covariance(design.shape[1])
         coefficients = rng.multivariate_normal(mean, covariance, size=m)

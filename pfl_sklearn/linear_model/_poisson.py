@@ -220,7 +220,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     @staticmethod
     def _draw_response(predictors, noise_variance, rng):
-        return rng.poisson(np.exp(predictors))
+        # Beyond what a count may be: such a guess has no plan.
+        return rng.poisson(np.minimum(np.exp(np.minimum(predictors, 700.0)), _LARGEST_RESPONSE))
 
     def _checked_response(self, y, with_offset=False):
         y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")

@@ -101,7 +101,8 @@ class PrivacyLedger:
 
     *Periods.* With `period`, fits of one calendar year, quarter or month (UTC, by the clocks of the
     machines) share the budget. That is a rule for those who fit, and no renewal: what a client
-    loses over all periods is :meth:`total`, which counts every entry.
+    loses over all periods is :meth:`total`, which counts every entry. It is infinite once the
+    deltas of all periods add up to more than `delta`.
 
     *When a fit counts.* The budget is checked and the entry written, under a lock (``flock``: POSIX
     systems, and file systems that honour it), before the fit reads any data. The incomplete line of
@@ -364,8 +365,9 @@ class PrivacyLedger:
         )
 
     def __repr__(self) -> str:
-        budget = "" if self.budget is None else f", budget={self.budget!r}"
-        return f"PrivacyLedger({self.path!r}{budget})"
+        given = {"budget": self.budget, "period": self.period}
+        settings = [f", {name}={value!r}" for name, value in given.items() if value is not None]
+        return f"PrivacyLedger({self.path!r}{''.join(settings)})"
 
     def __str__(self) -> str:
         entries = self.entries

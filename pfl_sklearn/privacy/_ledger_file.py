@@ -72,6 +72,10 @@ def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(FileNotFoundError), _locked(path, os.O_RDONLY) as file:
             header = _read(file, path).header
         if header is None:
+            if "period" in settings and "budget" not in settings:
+                raise ValueError(
+                    f"period={settings['period']!r} has no effect without a budget; give both."
+                )
             with _locked(path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as file:
                 header = _read(file, path).header  # another process may have created it meanwhile
                 if header is None:

@@ -261,6 +261,7 @@ class Clock:
 def test_budgets_of_periods(path, monkeypatch, period, name, same, next_one):
     clock = Clock(monkeypatch)
     ledger = PrivacyLedger(path, budget=1.0, period=period)
+    assert repr(ledger).endswith(f"budget=(1.0, 1e-05), period={period!r})")
     half = [PureEvent(0.5, 0.0, "replace_one")]
     spend(ledger, events=half)
     clock.time = same
@@ -372,6 +373,7 @@ def test_other_settings_are_refused(path, settings, message):
         ({"unit": "user"}, r"unit.*client, row.*None.*'user'"),
         ({"period": "week"}, r"period.*year, quarter, month.*None.*'week'"),
         ({"owner": 3}, r"owner.*str or None.*3"),
+        ({"period": "year"}, r"period='year' has no effect without a budget"),
     ],
 )
 def test_bad_settings(path, params, message):

@@ -599,6 +599,7 @@ def test_where_another_is_better_the_page_says_why(tables_page):
     assert list(tables_page.unexplained(results)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")  # of gaps
 def test_errors_of_a_stack_are_those_of_cross_val_score(tables, data_home):
     """In the lines that the page prints; other kernels round, and so choose, a little otherwise."""

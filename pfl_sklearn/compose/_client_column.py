@@ -238,6 +238,19 @@ class ClientColumn(
         """
         return final_estimator(self._fitted).credible_interval(level)
 
+    @available_if(model_has("benchmark"))
+    def benchmark(self, total: float, *, weights: TableLike = None) -> pd.Series:
+        """Clients' means that add up to a total, by the fitted model's own ``benchmark``.
+
+        Parameters
+        ----------
+        total : float
+            What the weighted sum of the means is to be.
+        weights : Series indexed by client, or array-like of shape (n_clients,), default=None
+            Weights in that sum. None: the numbers of rows (or the exposure) of the clients.
+        """
+        return final_estimator(self._fitted).benchmark(total, weights=weights)
+
     @available_if(model_has("predict_interval"))
     def predict_interval(self, X: TableLike, **params: Any) -> tuple[Floats, Floats]:
         """Intervals of predictions for rows, by the fitted model's own ``predict_interval``.

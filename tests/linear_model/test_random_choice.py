@@ -326,7 +326,7 @@ def test_the_default_is_safe_where_rows_are_few(m, n, d, slopes):
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
-@pytest.mark.parametrize("name", ["verbagg", "contraception"])
+@pytest.mark.parametrize("name", [*slow(["verbagg"]), "contraception"])
 def test_the_default_is_safe_on_public_tables(name, data_home):
     X, y, groups = getattr(public_tasks, name)(data_home)[:3]
     losses = held_out(X.to_numpy(), y, groups)

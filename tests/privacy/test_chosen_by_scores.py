@@ -36,6 +36,7 @@ from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._report import inherit_warnings
 from tests.helpers.private_searches import FOLDS, GROUPS, MEAN, TABLE, X, Y, column, fitted, grid
+from tests.helpers.slow import slow
 
 CHOSEN = "A search chose the parameters of this fit by scores without noise"
 SCORED = "A search scored this fit without noise"
@@ -216,7 +217,7 @@ def warnings_of(search, data=TABLE, groups=None):
     [
         (GridSearchCV(column(), {}, **FOLDS), "threading"),
         (GridSearchCV(make_pipeline(FunctionTransformer(), column()), {}, **FOLDS), "threading"),
-        (GridSearchCV(GridSearchCV(column(), {}, **FOLDS), {}, **FOLDS), "loky"),
+        *slow([(GridSearchCV(GridSearchCV(column(), {}, **FOLDS), {}, **FOLDS), "loky")]),
         (column(grid()), "threading"),
         (make_pipeline(FunctionTransformer(), column(grid())), "loky"),
     ],

@@ -10,6 +10,7 @@ import pytest
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.statistics import ClientStatistics
+from tests.helpers.slow import slow
 
 
 def radon(home):
@@ -86,7 +87,7 @@ ENGINES = {
 
 # Many people rate within an hour, and the table has twenty years of seconds.
 @pytest.mark.filterwarnings("ignore:sums of 'timestamp' lost digits:UserWarning")
-@pytest.mark.parametrize("read", [radon, chem97, movielens, elections])
+@pytest.mark.parametrize("read", [radon, *slow([chem97, movielens, elections])])
 def test_every_engine_gives_the_model_of_the_rows(read, data_home):
     table, columns = complete(*read(data_home))
     rows = ClientStatistics.from_frame(table, **columns, missing="drop")

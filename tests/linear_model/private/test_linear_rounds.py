@@ -485,6 +485,7 @@ def test_variances_of_slopes_and_errors(m, n, epsilon, between):
     assert np.mean(hits) > 0.9
 
 
+@pytest.mark.slow
 def test_radon_of_counties(data_home):
     """Held-out homes of 100 counties: excess over the exact fit at epsilon 1 and 2.
 

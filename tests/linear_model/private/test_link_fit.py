@@ -633,6 +633,7 @@ def test_counts_from_a_start_that_is_a_factor_of_20_away():
     assert np.abs(np.mean(gaps, axis=0)).max() < 0.5
 
 
+@pytest.mark.slow
 def test_public_answers_of_persons(data_home):
     """Verbal aggression: above the exact fit, in nats for held-out answers and for new persons."""
     table = pd.read_csv(data_home / "verbagg.csv.gz")

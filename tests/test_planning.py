@@ -228,6 +228,7 @@ def test_named_features_and_given_classes():
     assert np.isfinite(table.to_numpy()).all()
 
 
+@pytest.mark.slow
 def test_tables_that_cannot_be_fitted_are_left_out():
     rare = PersonalizedLogisticRegression(**CUT)
     table = rare.expected_error(

@@ -111,6 +111,7 @@ def test_files_of_another_shape(fetch, tmp_path):
             fetch(data_home=tmp_path)
 
 
+@pytest.mark.slow
 def test_mnist(data_home):
     """Counts by digit and the pixels' moments, as published."""
     train = fetch_mnist(subset="train", data_home=data_home)

@@ -12,6 +12,7 @@ from pfl_sklearn import PersonalizedLinearRegression
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
+from tests.helpers.slow import slow
 
 # File: group, target, features, random, covariance_type; mean squared errors of five folds, local,
 # pooled and personalized. Two or three nearly collinear rows make a school's own line of chem97
@@ -44,7 +45,7 @@ def scaled(model):
     return make_pipeline(StandardScaler().set_output(transform="pandas"), model)
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", ["hsb82", *slow(name for name in TABLES if name != "hsb82")])
 def test_personalized_beats_local_and_pooled(name, data_home):
     X, y, groups = load(data_home, name)
     *_, random, shape, expected = TABLES[name]

@@ -520,6 +520,7 @@ def test_radon_of_counties(data_home):
         assert estimated < given_them
 
 
+@pytest.mark.slow
 def test_marks_of_schools(data_home):
     """Chemistry marks of 2,280 schools by earlier marks, epsilon 1: within 1 % of the exact fit."""
     marks = pd.read_csv(data_home / "chem97.csv.gz")

@@ -165,54 +165,68 @@ class PublishedCounts(NamedTuple):
     means: np.ndarray  # (m,), of the target
     stds: np.ndarray  # (m,)
     pooled: np.ndarray  # (m,), average weights of the population
-    # Of a client's c possible counts, in each group of populations: their probabilities, and means
-    # and variances of the target given them.
-    chances: np.ndarray  # (m, c)
-    centres: np.ndarray  # (m, c)
-    variances: np.ndarray  # (m, c)
+    place: np.ndarray  # (m,), of a client among the u distinct ones
+    # Of c possible counts, in each group of populations: their probabilities, and means and
+    # variances of the target given them.
+    chances: np.ndarray  # (u, c)
+    centres: np.ndarray  # (u, c)
+    variances: np.ndarray  # (u, c)
     of_table: bool
 
     def of_clients(self, clients):
         """The posterior of some clients alone."""
-        names = ("means", "stds", "pooled", "chances", "centres", "variances")
-        return self._replace(**{name: getattr(self, name)[clients] for name in names})
+        own = {name: getattr(self, name)[clients] for name in ("means", "stds", "pooled")}
+        rows, place = np.unique(self.place[clients], return_inverse=True)
+        counts = {name: getattr(self, name)[rows] for name in ("chances", "centres", "variances")}
+        return self._replace(**own, **counts, place=place)
 
     def central(self, level):
         """Bounds (m,) of the central intervals."""
-        tails = (1 - level) / 2, (1 + level) / 2
-        return tuple(
-            self._of_counts(tail) if self.of_table else self._mixed(tail) for tail in tails
-        )
+        quantile = self._of_counts if self.of_table else self._mixed
+        return quantile((1 - level) / 2)[self.place], quantile((1 + level) / 2)[self.place]
 
     def _of_counts(self, tail):
-        """Quantiles (m,) of shares in the table, which are those of whole numbers."""
+        """Quantiles (u,) of shares in the table, which are those of whole numbers."""
         places = np.argmax(np.cumsum(self.chances, axis=1) >= tail - 1e-12, axis=1)
         return np.take_along_axis(self.centres, places[:, None], 1)[:, 0]
 
     def _mixed(self, tail):
-        """Quantiles (m,) of mixtures of beta or gamma distributions with matched moments."""
+        """Quantiles (u,) of mixtures of beta or gamma distributions with matched moments."""
+        mean, std = _moments(self.chances, self.centres, self.variances)
         # Moments of what has no weight underflow; any others will do.
         counts = self.chances > _NO_CHANCE
-        means = np.where(counts, self.centres, self.means[:, None])
-        variances = np.where(counts, self.variances, self.stds[:, None] ** 2)
-        a, b = self.family.of_moments(means, variances)
+        means = np.where(counts, self.centres, mean[:, None])
+        a, b = self.family.of_moments(means, np.where(counts, self.variances, std[:, None] ** 2))
 
         def distribution(values, at):
             below = self.family.priors._cdf(a[at], b[at], values[:, None])
-            return np.einsum("mc,mc->m", self.chances[at], below)
+            return np.einsum("uc,uc->u", self.chances[at], below)
 
         # Cantelli's inequality.
         odds = np.sqrt(tail / (1 - tail))
-        low, high = np.maximum(self.means - self.stds / odds, 0), self.means + self.stds * odds
+        low, high = np.maximum(mean - std / odds, 0), mean + std * odds
         upper_end = self.family.priors._upper_end
         return quantiles_between(distribution, low, np.minimum(high, upper_end), tail)
 
 
+def _moments(chances, centres, variances):
+    """Means and standard deviations (u,) of mixtures."""
+    mean = np.einsum("uc,uc->u", chances, centres)
+    square = variances + (centres - mean[:, None]) ** 2
+    return mean, np.sqrt(np.einsum("uc,uc->u", chances, square))
+
+
 def published_counts(family, released, known, of_table):
     """PublishedCounts of ReleasedCounts; `known` are the parameters (a, b) of a prior, or None."""
-    values, log_odds = released.windows(family.upper(released.sizes))
+    # Clients with the same count and size have the same posterior.
+    rows, place, repeats = np.unique(
+        np.stack([released.counts, released.sizes]), axis=1, return_inverse=True, return_counts=True
+    )
+    place, distinct = place.ravel(), released._replace(counts=rows[0], sizes=rows[1])
+    values, log_odds = distinct.windows(family.upper(distinct.sizes))
     if known is None:
-        a, b, heights = _plausible_priors(family, released, values, log_odds)
+        ranges = family.range_of_means(released)
+        a, b, heights = _plausible_priors(family, distinct.sizes, values, log_odds, repeats, ranges)
     else:
         a, b, heights = (np.array([float(value)]) for value in (*known, 0.0))
     weights = np.exp(heights - heights.max())
@@ -221,13 +235,13 @@ def published_counts(family, released, known, of_table):
     populations = a, b, weights, _groups(a, weights)
     parts = [
         _posteriors(family, part, populations, of_table)
-        for part in _blocks(len(weights), released.sizes, values, log_odds)
+        for part in _blocks(len(weights), distinct.sizes, values, log_odds)
     ]
-    means, stds, chances, centres, variances = map(np.concatenate, zip(*parts, strict=True))
+    chances, centres, variances = (np.concatenate(part) for part in zip(*parts, strict=True))
+    means, stds = (values[place] for values in _moments(chances, centres, variances))
     pooled = weights @ _shares_of_population(family, released, a, b, of_table)
-    return PublishedCounts(
-        family, a, b, weights, *(means, stds, pooled, chances, centres, variances), of_table
-    )
+    clients = means, stds, pooled, place
+    return PublishedCounts(family, a, b, weights, *clients, chances, centres, variances, of_table)
 
 
 def _groups(a, weights):
@@ -249,14 +263,14 @@ def _shares_of_population(family, released, a, b, of_table):
     return (sampling + noise) / (between + sampling + noise)
 
 
-def _plausible_priors(family, released, values, log_odds):
+def _plausible_priors(family, sizes, values, log_odds, repeats, ranges):
     """Parameters (k,) on a grid, and the logarithms of their posterior densities.
 
     The prior of the share is uniform. That of other fits, Beta(1/2, 1/2), puts so much weight near
     0 that intervals of 100 clients with 5 rows cover .90 for .95.
     """
     end = -np.log(_LEAST_SHARE)
-    low, high = np.array([family.range_of_means(released), (-end, end)]).T
+    low, high = np.array([ranges, (-end, end)]).T
     highest = -np.inf
     for _ in range(_ROUNDS):
         step = (high - low) / _PER_AXIS
@@ -264,7 +278,8 @@ def _plausible_priors(family, released, values, log_odds):
         means, shares = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
         a, b = family.parameters(means, shares)
         log_prior = family.log_prior(means) + _log_of_uniform(shares)
-        heights = _log_likelihoods(family, released.sizes, values, log_odds, a, b) + log_prior
+        fits = _log_likelihoods(family, sizes, values, log_odds, a, b)  # (k, m)
+        heights = fits @ repeats + log_prior
         likely = heights.reshape(_PER_AXIS, _PER_AXIS) > heights.max() - _NATS
         counted = [np.flatnonzero(likely.any(axis=axis)) for axis in (1, 0)]
         # A narrow maximum between the nodes shows as a higher one in the next round.
@@ -277,15 +292,15 @@ def _plausible_priors(family, released, values, log_odds):
 
 
 def _log_likelihoods(family, sizes, values, log_odds, a, b):
-    """Log-likelihoods (k,) of released counts under priors (k,)."""
-    total = np.zeros(len(a))
-    for part in _blocks(len(a), sizes, values, log_odds):
-        total += logsumexp(_joint(family, part, a, b), axis=2).sum(axis=1)
-    return total
+    """Log-likelihoods (k, m) of clients' released counts under priors (k,)."""
+    blocks = _blocks(len(a), sizes, values, log_odds)
+    return np.concatenate(
+        [logsumexp(_joint(family, part, a, b), axis=2) for part in blocks], axis=1
+    )
 
 
 def _posteriors(family, part, populations, of_table):
-    """Means and standard deviations (m,) of some clients; chances, means and variances (m, c)."""
+    """Chances, means and variances (m, c) of some clients."""
     sizes, values, _ = part
     a, b, weights, group_of = populations
     joint = _joint(family, part, a, b)
@@ -303,9 +318,7 @@ def _posteriors(family, part, populations, of_table):
         chances, centres, variances = (
             np.concatenate(cell, axis=1) for cell in zip(*cells, strict=True)
         )
-    mean = np.einsum("mc,mc->m", chances, centres)
-    square = variances + (centres - mean[:, None]) ** 2
-    return mean, np.sqrt(np.einsum("mc,mc->m", chances, square)), chances, centres, variances
+    return chances, centres, variances
 
 
 def _mixtures(weights, means, variances):

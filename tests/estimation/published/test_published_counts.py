@@ -288,3 +288,15 @@ def test_clients_of_all_sizes_have_intervals(kind):
     lower, upper = model.credible_interval()
     assert (lower <= upper).all()
     assert (lower >= 0).all()
+
+
+def test_clients_that_are_alike_are_computed_once():
+    sizes = np.array([4.0, 4.0, 4.0, 6.0])
+    many = published_counts(
+        POISSON, ReleasedCounts(np.array([3, 5, 3, 3]), sizes, 1.0), None, False
+    )
+    assert len(many.chances) == 3
+    assert many.means[0] == many.means[2] != many.means[3]
+    some = many.of_clients(slice(2, 4))
+    assert len(some.chances) == 2
+    assert_array_equal(some.central(0.9), [bound[2:] for bound in many.central(0.9)])

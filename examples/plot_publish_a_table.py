@@ -58,8 +58,8 @@ print(model.privacy_.explain())
 # %%
 # How good it is
 # --------------
-# We know the exact means here, which nobody else will. Of the noised means the root mean squared
-# error is four times that of the estimates:
+# We know the exact means here, which nobody else will. These are root mean squared errors to them,
+# and the share of the intervals that cover:
 exact = y.clip(-2.5, 4.5).groupby(county).mean()
 pd.Series(
     {

@@ -27,7 +27,6 @@ _NO_PROMISE = {
     "grid": None,
     "rows_per_person": None,
     "target": "population",
-    "participants": None,
 }
 _EPSILONS = 1e-3, 1e3  # that a search looks between
 _MOST_CLIENTS, _MOST_ROWS = 100_000, 100_000

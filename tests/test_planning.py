@@ -138,6 +138,11 @@ def test_a_table_over_epsilon():
     assert "one client replaced; delta = 1e-05" in display.ax_.get_xlabel()
 
 
+def test_other_tables_have_no_promise_to_plot():
+    with pytest.raises(ValueError, match="table must be one of expected_error"):
+        PrivacyAccuracyDisplay.from_expected_error(pd.DataFrame({"population": [1.0]}))
+
+
 def test_a_table_over_coefficients():
     estimator, guess, given = guess_of(SETTINGS["linear"])
     table = estimator.expected_error(*guess, **given, n_simulations=5)

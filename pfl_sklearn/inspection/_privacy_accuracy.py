@@ -316,7 +316,17 @@ class PrivacyAccuracyDisplay:
             <pfl_sklearn.estimation.GaussianMean.expected_error>` and its like return it.
         ax : matplotlib Axes, default=None
             Where to draw. None: a new figure.
+
+        Raises
+        ------
+        ValueError
+            If `table` does not say what its epsilons stand for (``attrs["promise"]``).
         """
+        if "promise" not in table.attrs:
+            raise ValueError(
+                "table must be one of expected_error, whose attrs hold the promise; got attrs with "
+                f"{list(table.attrs)}."
+            )
         parts = {"": table}
         if table.index.nlevels == 2:  # a line for every coefficient
             parts = {f", {name}": part for name, part in table.groupby("coefficient", sort=False)}

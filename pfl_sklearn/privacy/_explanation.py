@@ -45,7 +45,7 @@ _QUESTIONS = (
 
 
 class Answer(NamedTuple):
-    """A question of the public, the heading for experts, and what each of them is told."""
+    """A question of the public, the heading for experts, and what each of them reads."""
 
     question: str
     heading: str

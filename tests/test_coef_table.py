@@ -23,6 +23,7 @@ from pfl_sklearn import (
     PPSGDRegressor,
 )
 from pfl_sklearn.priors import LaplacePrior
+from tests.helpers.slow import slow
 
 
 def draw(n_classes=2):
@@ -49,13 +50,17 @@ def score(table, X, shops):
 @pytest.mark.parametrize(
     "model",
     [
-        PersonalizedLinearRegression(),
         PersonalizedLinearRegression(random="intercept"),
-        PersonalizedLinearRegression(prior=LaplacePrior()),
-        PersonalizedLogisticRegression(random="intercept"),
         PersonalizedPoissonRegression(random="intercept"),
         PPSGDRegressor(n_rounds=5, random_state=0),
         PPSGDClassifier(n_rounds=5, random_state=0),
+        *slow(
+            [
+                PersonalizedLinearRegression(),
+                PersonalizedLinearRegression(prior=LaplacePrior()),
+                PersonalizedLogisticRegression(random="intercept"),
+            ]
+        ),
     ],
     ids=lambda model: type(model).__name__,
 )

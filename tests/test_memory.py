@@ -10,6 +10,7 @@ from pfl_sklearn import BernoulliMean, GaussianMean, PersonalizedLinearRegressio
 from pfl_sklearn.neural_network import AdaPeDClassifier, FedAvgClassifier
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.statistics import ClientStatistics
+from tests.helpers.slow import slow
 
 N_CLIENTS = 40_000
 
@@ -25,7 +26,7 @@ def peak_bytes(function):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("n_rows", [2, 40])
+@pytest.mark.parametrize("n_rows", [2, *slow([40])])
 @pytest.mark.parametrize(
     ("estimator", "d", "per_row", "per_client"),
     [
@@ -47,9 +48,11 @@ def test_memory_is_as_stated(estimator, d, per_row, per_client, n_rows):
     assert 0.6 * stated < peak < 1.02 * stated + work_space
 
 
-@pytest.mark.parametrize(("random", "shape"), [("all", "diag"), ("intercept", "spherical")])
 @pytest.mark.parametrize(
-    ("n_clients", "n_rows", "d"), [(12_000, 3, 8), (12_000, 10, 3), (3000, 40, 8)]
+    ("random", "shape"), [("intercept", "spherical"), *slow([("all", "diag")])]
+)
+@pytest.mark.parametrize(
+    ("n_clients", "n_rows", "d"), [(12_000, 3, 8), *slow([(12_000, 10, 3), (3000, 40, 8)])]
 )
 def test_memory_of_linear_models_is_as_stated(n_clients, n_rows, d, random, shape):
     """The formula of the guide, for clients of fewer and of more rows than columns."""
@@ -66,7 +69,7 @@ def test_memory_of_linear_models_is_as_stated(n_clients, n_rows, d, random, shap
     assert 0.7 * stated * n_clients < peak < 1.1 * stated * n_clients + work_space
 
 
-@pytest.mark.parametrize(("n_rows", "d"), [(3, 8), (10, 3), (3, 40)])
+@pytest.mark.parametrize(("n_rows", "d"), [(10, 3), *slow([(3, 8), (3, 40)])])
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 def test_memory_of_private_linear_models_is_as_stated(n_rows, d):
     """First the messages until they are summed, then estimates and copies of the rows."""
@@ -127,7 +130,7 @@ def test_images_of_bytes_are_not_copied(in_file, sorted_rows, tmp_path):
     assert peak < 0.25 * X.nbytes
 
 
-@pytest.mark.parametrize(("n_clients", "n_chunks"), [(100, 2), (N_CLIENTS, 3)])
+@pytest.mark.parametrize(("n_clients", "n_chunks"), [(100, 2), *slow([(N_CLIENTS, 3)])])
 def test_memory_of_statistics_by_chunks_is_as_stated(n_clients, n_chunks):
     """Sums of the clients, and of a chunk its numbers once and lists of rows."""
     rng = np.random.default_rng(0)

@@ -26,6 +26,7 @@ from pfl_sklearn.compose._many_levels import TreesOfLevels, with_levels
 from pfl_sklearn.compose._stack.boosting import default_estimators
 from pfl_sklearn.compose._stack.choice import _plain_models
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
+from tests.helpers.slow import slow
 
 
 def table(n_levels=40, n_rows=6, sd=2.0, seed=0):
@@ -75,7 +76,7 @@ def test_the_final_model_groups_by_the_column(missing):
     assert both[0] == pytest.approx(np.mean(at_levels), abs=0.01)  # an effect of 0
 
 
-@pytest.mark.parametrize("kind", ["polars", "array", "category", "numbers"])
+@pytest.mark.parametrize("kind", ["polars", *slow(["array", "category", "numbers"])])
 def test_other_tables_group_alike(kind):
     X, y, groups = table()
     expected = stack().fit(X, y, groups=groups).predict(X[:9], groups=groups[:9])

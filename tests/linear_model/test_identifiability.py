@@ -12,6 +12,7 @@ from pfl_sklearn import PersonalizedLinearRegression
 from pfl_sklearn.linear_model._mixed._identifiability import flat_variances
 from pfl_sklearn.priors import GaussianPrior
 from tests.helpers.dense_mixed_model import reduce_rows
+from tests.helpers.slow import slow
 
 
 def hospitals(n_level_columns=3):
@@ -108,7 +109,7 @@ EXACT = {"constant": (3.3, 0.0, 0.0), "line": (1.0, 2.0, 0.0), "levels": (1.0, 2
 
 
 @pytest.mark.parametrize("target", EXACT)
-@pytest.mark.parametrize("random", ["all", "intercept"])
+@pytest.mark.parametrize("random", ["intercept", *slow(["all"])])
 def test_exact_fits_say_so(target, random):
     rng = np.random.default_rng(0)
     codes, X = np.repeat(np.arange(8), 6), rng.normal(size=(48, 2)) + 100.0

@@ -26,6 +26,7 @@ from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from tests.helpers.exact_posterior import client_posterior
 from tests.helpers.oracles import read_oracle
+from tests.helpers.slow import slow
 
 NODES = np.linspace(-7, 7, 141)
 WEIGHTS = stats.norm.pdf(NODES) / stats.norm.pdf(NODES).sum()
@@ -96,7 +97,7 @@ def test_no_variance_is_the_pooled_model(random):
     np.testing.assert_allclose(model.coef_ - peer.coef_, 0, atol=1e-7)
 
 
-@pytest.mark.parametrize("family", ["poisson", NB])
+@pytest.mark.parametrize("family", [NB, *slow(["poisson"])])
 def test_the_maximum_by_brute_force(family):
     dispersion = 0.6 if family == NB else 0.0
     rows = draw(m=25, n=10, dispersion=dispersion)

@@ -47,7 +47,9 @@ def model_of(kind, **params):
     return PersonalizedLogisticRegression(unseen="population", **params)
 
 
-@pytest.mark.parametrize(("kind", "slopes"), [("classes", 0.0), ("counts", 1.0), ("three", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "slopes"), [("classes", 0.0), *slow([("counts", 1.0), ("three", 1.0)])]
+)
 def test_it_is_the_fit_of_what_it_chooses(kind, slopes):
     X, y, groups = draw(24, 24, 2, slopes, kind=kind)
     model = model_of(kind).fit(X, y, groups=groups)
@@ -62,7 +64,7 @@ def test_it_is_the_fit_of_what_it_chooses(kind, slopes):
     assert model.aic_ == asked.aic_
 
 
-@pytest.mark.parametrize("kind", ["classes", "three"])
+@pytest.mark.parametrize("kind", ["classes", *slow(["three"])])
 def test_losses_are_those_of_averaged_probabilities(kind):
     m = 30 if kind == "classes" else 16
     X, y, groups = draw(m, 12, 2, 0.3, kind=kind)

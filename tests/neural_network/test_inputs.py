@@ -37,6 +37,7 @@ from tests.helpers.nets import (
     trained,
     weights,
 )
+from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -180,7 +181,9 @@ def test_criteria(module, criterion, options):
     np.testing.assert_allclose(population_weights(model), weights(expected), atol=1e-7)
 
 
-@pytest.mark.parametrize(("cls", "n_outputs"), [(FedAvgRegressor, 2), (LocalNetRegressor, 1)])
+@pytest.mark.parametrize(
+    ("cls", "n_outputs"), [(FedAvgRegressor, 2), *slow([(LocalNetRegressor, 1)])]
+)
 def test_nets_of_regressors(cls, n_outputs):
     """In the units of the responses."""
     X, _, groups = table()

@@ -36,6 +36,7 @@ from tests.helpers.nets import (
     trained,
     weights,
 )
+from tests.helpers.slow import slow
 
 SEED, RATE, CLOSE, N_ROUNDS, STEPS = 5, 0.6, 1e-7, 4, 2
 MANY = {
@@ -306,7 +307,7 @@ NOISE = {"noise_multiplier": 1.0, "clip_norm": 1.0, "client_fraction": 1.0}
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
-@pytest.mark.parametrize(("given", "start"), [({}, "global"), (NOISE, "own")])
+@pytest.mark.parametrize(("given", "start"), [(NOISE, "own"), *slow([({}, "global")])])
 def test_where_personal_nets_start_by_default(given, start):
     """A noisy global net is a bad start."""
     models = {

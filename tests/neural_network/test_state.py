@@ -228,7 +228,7 @@ FAILURES = {
 
 @pytest.mark.parametrize(
     ("name", "n_jobs"),
-    [("rounds", 1), *slow([("rounds", 2), ("last phase", 1)]), ("head", 1), ("noisy steps", 1)],
+    [("rounds", 1), *slow([("head", 1), ("noisy steps", 1), ("rounds", 2), ("last phase", 1)])],
 )
 def test_a_failure_under_noise_is_reported_by_its_class_alone(name, n_jobs):
     """Neither the values that it names, nor whose they are, nor how many clients failed."""

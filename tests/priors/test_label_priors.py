@@ -12,6 +12,7 @@ from scipy.special import gammaln, xlogy
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
 from pfl_sklearn.priors._dirichlet import squared_norm_of_mean
 from pfl_sklearn.priors._label_counts import log_rising
+from tests.helpers.slow import slow
 
 MEAN4 = np.array([0.1, 0.2, 0.3, 0.4])
 SPARSE4 = SparseDirichletPrior(
@@ -149,7 +150,7 @@ PAIR = (DirichletPrior, SparseDirichletPrior)
 
 @pytest.mark.parametrize(
     ("kind", "dirichlet", "sparse"),
-    [("equal", 0.092, 0.001), ("unequal", 0.093, 0.067), ("skewed", 0.145, 0.145)],
+    [("unequal", 0.093, 0.067), *slow([("equal", 0.092, 0.001), ("skewed", 0.145, 0.145)])],
 )
 def test_known_divergences_at_twenty_rows(kind, dirichlet, sparse):
     """Ten labels, of which clients have three equal ones, three unequal ones, or all."""

@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from pfl_sklearn import GaussianMean
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, _mixture_fit as em
+from tests.helpers.slow import slow
 
 MEANS = np.array([[0.0, 0.0], [3.0, 1.0], [-2.0, 4.0]])
 COVARIANCES = np.array([[[1.0, 0.3], [0.3, 0.5]], np.eye(2) * 0.2, [[0.5, -0.2], [-0.2, 1.0]]])
@@ -59,7 +60,7 @@ def test_without_noise_it_is_sklearns_mixture(covariance_type):
     np.testing.assert_allclose(ours.weights, theirs.weights_[order], atol=2e-3)
 
 
-@pytest.mark.parametrize(("covariance_type", "common"), [("diag", False), ("full", True)])
+@pytest.mark.parametrize(("covariance_type", "common"), [("diag", False), *slow([("full", True)])])
 def test_noisy_fits_are_stationary(covariance_type, common):
     """Finite differences of the marginal likelihood, computed by scipy, vanish at the fit."""
     _, x, s = noisy(80, common=common)

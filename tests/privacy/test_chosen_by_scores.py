@@ -216,12 +216,19 @@ def warnings_of(search, data=TABLE, groups=None):
     ("search", "backend"),
     [
         (GridSearchCV(column(), {}, **FOLDS), "threading"),
-        (GridSearchCV(make_pipeline(FunctionTransformer(), column()), {}, **FOLDS), "threading"),
-        *slow([(GridSearchCV(GridSearchCV(column(), {}, **FOLDS), {}, **FOLDS), "loky")]),
-        (column(grid()), "threading"),
         (make_pipeline(FunctionTransformer(), column(grid())), "loky"),
+        *slow(
+            [
+                (
+                    GridSearchCV(make_pipeline(FunctionTransformer(), column()), {}, **FOLDS),
+                    "threading",
+                ),
+                (column(grid()), "threading"),
+                (GridSearchCV(GridSearchCV(column(), {}, **FOLDS), {}, **FOLDS), "loky"),
+            ]
+        ),
     ],
-    ids=["column", "pipeline", "nested", "around", "around in a pipeline"],
+    ids=["column", "around in a pipeline", "pipeline", "around", "nested"],
 )
 def test_a_search_warns_once_at_the_callers_line(search, backend):
     with parallel_config(backend=backend, n_jobs=2):

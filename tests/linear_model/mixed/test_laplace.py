@@ -21,6 +21,7 @@ from pfl_sklearn.linear_model._mixed._marginal_likelihood import MarginalLikelih
 from pfl_sklearn.linear_model._mixed._marginal_maximum import MarginalMaximum
 from pfl_sklearn.linear_model._mixed._population_fit import fit_pooled
 from pfl_sklearn.linear_model._mixed._table import RegressionTable, SharedStacks, stack_rows
+from tests.helpers.slow import slow
 
 seeds = st.integers(0, 10_000)
 
@@ -135,7 +136,7 @@ def test_both_systems_give_the_same(seed, n_classes, q, largest):
             np.testing.assert_allclose(first, second, atol=1e-8)
 
 
-@pytest.mark.parametrize("n_classes", [2, 5])
+@pytest.mark.parametrize("n_classes", [2, *slow([5])])
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_damped_steps_find_the_mode_from_afar(n_classes, scale):
     """With 5 classes 3 of 6 modes were given up at 1e3, on every processor."""

@@ -15,6 +15,7 @@ from pfl_sklearn.linear_model import (
 from pfl_sklearn.linear_model._mixed import _laplace as laplace
 from pfl_sklearn.linear_model._mixed._marginal_maximum import _Descent, _newton_distance
 from pfl_sklearn.priors import GaussianPrior
+from tests.helpers.slow import slow
 
 FULL = GaussianPrior(covariance_type="full")
 SPHERICAL = GaussianPrior(covariance_type="spherical", centered=False)
@@ -112,9 +113,8 @@ def test_known_mean_and_unknown_covariance(covariance_type, fit_intercept, n_cla
     ("n_classes", "one_client", "random", "prior", "shift"),
     [
         (2, False, "intercept", GaussianPrior(), 1e7),
-        (2, False, "all", FULL, 1e4),
-        (3, False, "all", FULL, 1e7),
         (3, True, "all", FULL, 1e7),
+        *slow([(2, False, "all", FULL, 1e4), (3, False, "all", FULL, 1e7)]),
     ],
 )
 def test_columns_far_from_zero(n_classes, one_client, random, prior, shift):
@@ -265,7 +265,7 @@ def test_the_distance_to_the_minimum_is_newtons():
         assert _newton_distance(objective, descent) == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.parametrize("quadrature", ["auto", 5])
+@pytest.mark.parametrize("quadrature", ["auto", *slow([5])])
 def test_divergence_is_seen_whatever_the_points(quadrature):
     """Nearly pure clients: 5 points had a variance of 775, and 15 one of 932, without a word."""
     groups = np.repeat(np.arange(63), 4)

@@ -8,6 +8,7 @@ import pytest
 
 from pfl_sklearn.privacy import RegressionMoments
 from tests.helpers.hostile import hostile
+from tests.helpers.slow import slow
 
 # Under "replace_one" the squared target is always included.
 SHAPES = [
@@ -156,7 +157,7 @@ def test_joint_scaling_leaves_the_slope_where_separate_clipping_bends_it():
 
 
 @pytest.mark.parametrize("relation", ["replace_one", "add_remove"])
-@pytest.mark.parametrize("d", [2, 20])
+@pytest.mark.parametrize("d", [2, *slow([20])])
 def test_scales_are_close_to_the_best(relation, d):
     """Error of a regression under drawn noise, against scales that are half or twice as large."""
     n = 4000

@@ -14,6 +14,7 @@ from pfl_sklearn.linear_model._mixed._normal_rows import _mixture_prior as em
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
 from tests.helpers.dense_mixed_model import Problem, draw_problem, mixture, reduce_rows
 from tests.helpers.oracles import read_oracle
+from tests.helpers.slow import slow
 
 ORACLE = read_oracle("adamix_n10")
 CENTRES = np.array([[3.0, 1.0, -2.0], [-3.0, 1.0, 2.0]])
@@ -24,7 +25,7 @@ PRIORS = {
     "full": GaussianMixturePrior(n_init=2, covariance_type="full"),
     "discrete": DiscretePrior(n_init=2),
 }
-every_prior = pytest.mark.parametrize("name", PRIORS)
+every_prior = pytest.mark.parametrize("name", ["diag", *slow(["spherical", "full", "discrete"])])
 
 
 def table(m=16, seed=0, sizes=None, spread=0.3, random=(0, 1, 2), noise=0.6):

@@ -24,6 +24,7 @@ _NO_PROMISE = {
     "unit": "client",
     "publish": None,
     "bounds": None,
+    "clients": None,
     "grid": None,
     "rows_per_person": None,
     "target": "population",

@@ -60,10 +60,10 @@ from pfl_sklearn.estimation._published._base import (
     PublishesClients,
     is_publishing,
     published_events,
-    refuse_statistics,
 )
 from pfl_sklearn.estimation._published._count_attributes import (
     check_published_counts,
+    check_published_totals,
     publish_counts,
 )
 from pfl_sklearn.estimation._published._counts import BINOMIAL
@@ -353,15 +353,18 @@ class BernoulliMean(
         ------
         ValueError
             For several targets, other values than 0 and 1 (with a finite `epsilon` a client's
-            successes are cut to its trials instead), and weights whose sums by client are not whole
-            numbers.
+            successes are cut to its trials instead, unless clients are published), and weights
+            whose sums by client are not whole numbers.
         """
-        refuse_statistics(self)
         check_statistics(statistics)
         check_columns_of_statistics(statistics)
         participant_mask(self.participants, statistics.clients)
+        # A table that is published needs rows that were checked before they were summed.
+        private = math.isfinite(self.epsilon) and self.publish is None
+        if self.publish is not None:
+            check_published_totals(statistics, binary_counts(statistics, private)[0])
         prior = self._charged_prior(None)
-        successes, trials = binary_counts(statistics, math.isfinite(self.epsilon))
+        successes, trials = binary_counts(statistics, private)
         ids = statistics.clients
         attributes, report = self._estimate(prior, ids, successes, trials)
         attributes["classes_"] = self._classes_of_counts()

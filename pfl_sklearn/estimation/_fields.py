@@ -58,6 +58,18 @@ GRID = parameter(
             which intervals do not include.
     """,
 )
+CLIENTS = parameter(
+    default=None,
+    ranges=["array-like", None],
+    text="""
+        array-like of client ids or None
+            Public list of the clients to publish, those without rows included. With it, `epsilon`
+            also hides that a row is there: its neighbours have one row more or less (the relation
+            "add_remove"), the numbers of rows get noise as well, and rows of other clients are left
+            out. None: the clients of the table, whose numbers of rows are public, and a neighbour
+            has another value in one row ("replace_one").
+    """,
+)
 TARGET = parameter(
     default="population",
     ranges=[StrOptions({"population", "table"})],

@@ -32,6 +32,7 @@ from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import read_rows
 from pfl_sklearn.estimation._fields import (
     BOUNDS,
+    CLIENTS,
     GRID,
     PARTICIPANTS,
     PUBLISH,
@@ -67,9 +68,12 @@ from pfl_sklearn.estimation._published._base import (
     PublishesClients,
     is_publishing,
     published_events,
-    refuse_statistics,
 )
-from pfl_sklearn.estimation._published._gaussian import check_published_means, published_means
+from pfl_sklearn.estimation._published._gaussian import (
+    check_published_means,
+    published_of_rows,
+    published_of_statistics,
+)
 from pfl_sklearn.estimation._published._release import as_numbers
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.priors._prior import known_vector
@@ -133,7 +137,7 @@ class GaussianMean(
     clients_ : ndarray of shape (n_clients,)
         Sorted ids; row i of every per-client array is ``clients_[i]``.
     n_samples_per_client_ : ndarray of shape (n_clients,)
-        Number of rows of each client.
+        Number of rows of each client; with a list of `clients` what noised ones leave plausible.
     means_, stds_ : ndarrays of shape (n_clients,) or (n_clients, d)
         Posterior mean and standard deviation of each client's mean. The standard deviation includes
         the uncertainty of the population mean and, as `uncertainty` says, of the variances. Under a
@@ -215,7 +219,8 @@ class GaussianMean(
     with the rest, unless `noise_variance` is given. All attributes follow from these and from
     public numbers, and may be published; :meth:`for_client` and :meth:`release` hand out the whole
     table. Estimates and intervals are averaged over the populations that the release leaves
-    plausible, with uniform priors within `bounds`. Where every client has one row, and
+    plausible, with uniform priors within `bounds`. With a list of `clients`, sums get .6 of
+    `epsilon` and numbers of rows .3. Otherwise, where every client has one row, and
     `noise_variance` is not given, `target` must be "table", and `noise_variance_` is NaN. `delta`,
     `trust`, `mechanism`, `method` and `uncertainty` have no effect.
 
@@ -373,6 +378,7 @@ class GaussianMean(
     publish: str | None = PUBLISH
     bounds: Any = BOUNDS
     grid: float | None = GRID
+    clients: Any = CLIENTS
     target: str = TARGET
     rows_per_person: int | None = ROWS_PER_PERSON
     ledger = parameter()
@@ -409,7 +415,8 @@ class GaussianMean(
         prior = self._charged_prior(sample_weight)
         y = self._checked_targets(y)
         if self.publish is not None:
-            return self._fit_published(prior, X, y, groups)
+            published = published_of_rows(self, prior, X, y, groups)
+            return self._store(*published, with_groups=groups is not None, X=X)
         # Estimates see outputs as columns; `attributes` takes the axis away again.
         columns = y[:, None] if y.ndim == 1 else y
         rows = read_rows(self, X, columns, groups, sample_weight)
@@ -429,16 +436,21 @@ class GaussianMean(
         statistics : ClientStatistics
             Of one target or several; features have no effect. With a finite `epsilon` they need a
             `target_bound`, whatever it is, so that their sums have no centre that depends on rows.
-            Rows are not scaled to it: `clip_norm` bounds the means of clients.
+            Rows are not scaled to it: `clip_norm` bounds the means of clients. With
+            ``publish="clients"`` rows have to be cut to `bounds` before.
 
         Raises
         ------
         ValueError
             As ``fit``; with a finite `epsilon` or a quantizer also for statistics of weighted rows,
-            and with a finite `epsilon` for those without `target_bound`.
+            with a finite `epsilon` for those without `target_bound`, and with
+            ``publish="clients"`` for those of several targets, of rows beyond `bounds` or left out,
+            too inexact for their grid, or with a list of `clients`.
         """
-        refuse_statistics(self)
         check_statistics(statistics)
+        if self.publish is not None:
+            published = published_of_statistics(self, statistics)
+            return self._store(*published, with_groups=True)
         weights = statistics._weights()
         self._check_statistics(statistics, weights)
         prior = self._charged_prior(weights)
@@ -526,15 +538,6 @@ class GaussianMean(
         if not is_released:  # with a release, a refusal would reveal a client's values
             check_float_range("y", y.ravel())
         return y
-
-    def _fit_published(self, prior, X, y, groups):
-        """Fit to noised sums of the rows, from which all attributes follow."""
-        if y.ndim > 1 and y.shape[1] > 1:
-            raise ValueError(f"publish='clients' needs one output; got y of shape {y.shape}.")
-        rows = read_rows(self, X, y.ravel(), groups, None)
-        ids, codes = rows.clients
-        attributes, report = published_means(self, prior, ids, codes, rows.y)
-        return self._store(ids, attributes, report, with_groups=groups is not None, X=X)
 
     def _estimate(self, prior, ids, exact, bounded):
         """Fitted population and clients, and the privacy report.

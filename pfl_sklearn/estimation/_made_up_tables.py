@@ -29,7 +29,13 @@ class PlansGaussianMeans(_PlansMeans):
         X = np.zeros((len(y), 1))
         means = np.bincount(codes, y)[:, None] / sizes[:, None]
         mean = guess.population.known_mean(1)
-        return MadeUpTable(lambda model: model.fit(X, y, groups=codes), mean, theta, means)
+
+        def fit(model):
+            if model.clients is not None:  # whose ids are made up, too
+                model.set_params(clients=np.arange(len(sizes)))
+            return model.fit(X, y, groups=codes)
+
+        return MadeUpTable(fit, mean, theta, means)
 
 
 class _PlansCounts(_PlansMeans):

@@ -57,10 +57,10 @@ from pfl_sklearn.estimation._published._base import (
     PublishesClients,
     is_publishing,
     published_events,
-    refuse_statistics,
 )
 from pfl_sklearn.estimation._published._count_attributes import (
     check_published_counts,
+    check_published_totals,
     publish_counts,
 )
 from pfl_sklearn.estimation._published._counts import POISSON
@@ -370,14 +370,18 @@ class PoissonMean(
         ValueError
             For several targets, counts or exposures out of their ranges, sums of counts or weights
             by client that are not whole numbers, and an exposure that is no feature. With a finite
-            `epsilon` sums of counts are rounded, and both are cut to their ranges.
+            `epsilon` sums of counts are rounded, and both are cut to their ranges, unless clients
+            are published.
         """
-        refuse_statistics(self)
         check_statistics(statistics)
         check_columns_of_statistics(statistics, exposure)
         participant_mask(self.participants, statistics.clients)
+        # A table that is published needs rows that were checked before they were summed.
+        private = math.isfinite(self.epsilon) and self.publish is None
+        if self.publish is not None:
+            check_published_totals(statistics, counts_of_statistics(statistics, exposure, False)[0])
         prior = self._charged_prior(None)
-        reduced = counts_of_statistics(statistics, exposure, math.isfinite(self.epsilon))
+        reduced = counts_of_statistics(statistics, exposure, private)
         ids = statistics.clients
         attributes, report = self._estimate(prior, ids, reduced, exposure is not None)
         return self._store(ids, attributes, report, with_groups=True)

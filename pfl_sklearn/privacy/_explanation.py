@@ -137,6 +137,8 @@ def _public_facts(report: PrivacyReport) -> str:
     if report.relation == "add_remove":
         if report.unit == "event":
             return ". The clients and their exposures are public."
+        if report.n_clients is not None:
+            return ", and so is how many rows each client has. The list of clients is public."
         return ", and so are the numbers of clients and rows."
     more = ", and which client a row belongs to" if report.unit == "row" else ""
     return f". The clients, their number and their numbers of rows are public{more}."

@@ -416,6 +416,7 @@ def private_report(
     seeded_part: str = "",
     caveats: tuple[str, ...] = (),
     arithmetic: str = "",
+    public: str = "the number of clients and of rows of each client are public",
     tables: str = VALID_TABLES,
     adversary: str = "",
     **more: Any,
@@ -423,7 +424,8 @@ def private_report(
     """Report of one private release, with the warnings that its facts imply.
 
     `seeded_part` is a clause on which noise `random_state` was given for, if not for all of it.
-    `arithmetic` is the assumption about the noise; by default ideal floating-point numbers or bits.
+    `arithmetic` is the assumption about the noise, by default ideal floating-point numbers or bits,
+    and `public` that about what is known anyway.
     """
     weaknesses = list(caveats)
     if seeded:
@@ -434,7 +436,7 @@ def private_report(
         )
     weaknesses += large_delta_warning(facts["delta"], n_clients)
     assumptions = (
-        "the number of clients and of rows of each client are public",
+        public,
         tables,
         *more.pop("assumptions", ()),
         arithmetic or (_IDEAL_FLOATS if facts["noise_std"] is not None else _IDEAL_BITS),

@@ -217,6 +217,9 @@ UNREPEATABLE = [
 # They protect rows, and no client from others: tests/estimation/published has their contract.
 PUBLISHED = [
     GaussianMean(unit="row", publish="clients", epsilon=4.0, bounds=(-8.0, 8.0)),
+    GaussianMean(
+        unit="row", publish="clients", epsilon=4.0, bounds=(-8.0, 8.0), clients=[*range(12)]
+    ),
     BernoulliMean(unit="row", publish="clients", epsilon=4.0),
     PoissonMean(unit="event", publish="clients", epsilon=4.0),
 ]

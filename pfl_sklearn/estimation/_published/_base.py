@@ -12,6 +12,7 @@ from pfl_sklearn._fitted import check_report
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PureEvent
 from pfl_sklearn.privacy._report import private_report
+from pfl_sklearn.statistics import ClientStatistics
 
 _ADVERSARY = (
     "anyone who sees what is published, even with knowledge of all other rows; the server that "
@@ -24,7 +25,10 @@ _TABLES = (
 
 
 # Parameters that other fits do not use, and their defaults.
-_OF_PUBLISHED = {"bounds": None, "grid": None, "rows_per_person": None, "target": "population"}
+_OF_PUBLISHED = {
+    **dict.fromkeys(("bounds", "grid", "clients", "rows_per_person")),
+    "target": "population",
+}
 
 
 def is_publishing(params: Any, unit: str) -> bool:
@@ -55,12 +59,12 @@ def is_publishing(params: Any, unit: str) -> bool:
     return True
 
 
-def refuse_statistics(params: Any) -> None:
-    """Refuse to publish clients of statistics, whose sums hold rows of any size and weight."""
-    if params.publish is not None:
+def refuse_left_out(statistics: ClientStatistics) -> None:
+    """Refuse statistics without the rows that had missing values, whose numbers would tell."""
+    if statistics.n_left_out > 0:
         raise ValueError(
-            "fit_statistics cannot publish clients, because sums that were not cut row by row may "
-            "hide a row of any size; expected publish=None, or fit with the rows."
+            "statistics that left out rows with missing values are not supported with "
+            "publish='clients', because numbers of rows are public; give those rows a value."
         )
 
 
@@ -78,7 +82,9 @@ def published_events(params: Any) -> tuple[PureEvent, ...]:
 
 def relation_of(params: Any) -> str:
     """Relation of a fit that publishes: an event is there or not, a row has another value."""
-    return "add_remove" if params.unit == "event" else "replace_one"
+    # Given the list of clients, a row of one of them, too, is there or not.
+    has_list = getattr(params, "clients", None) is not None
+    return "add_remove" if params.unit == "event" or has_list else "replace_one"
 
 
 def published_report(
@@ -91,6 +97,11 @@ def published_report(
 ) -> Any:
     """Report of a fit that publishes every client."""
     one = "an event" if params.unit == "event" else f"a {params.unit}"
+    sizes = "the number of clients and of rows of each client are public"
+    membership = f"which client {one} belongs to is public"
+    if getattr(params, "clients", None) is not None:
+        sizes = "the list of clients is public"
+        membership = "rows of other clients are left out"
     return private_report(
         facts,
         unit=params.unit,
@@ -102,7 +113,8 @@ def published_report(
         n_clients=n_clients,
         seeded=params.random_state is not None,
         released=released,
-        assumptions=(f"which client {one} belongs to is public", *more),
+        assumptions=(membership, *more),
+        public=sizes,
     )
 
 

@@ -8,13 +8,19 @@ from typing import Any
 import numpy as np
 
 from pfl_sklearn._typing import Floats, Integers
-from pfl_sklearn.estimation._published._base import published_report, refuse_unused
+from pfl_sklearn.estimation._published._base import (
+    published_report,
+    refuse_left_out,
+    refuse_unused,
+)
 from pfl_sklearn.estimation._published._counts import CountFamily, ReleasedCounts, published_counts
 from pfl_sklearn.privacy import DiscreteLaplaceMechanism, PrivacyReport
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import VALID_TABLES
+from pfl_sklearn.statistics import ClientStatistics
 
 _LEAST_EPSILON = 0.01  # the work grows with the number of counts that noise may hide
+_MOST_OF_STATISTICS = 1e11  # triangles are good to 1e-15: whole numbers up to it are exact
 _PUBLISHED = (
     *("means_", "stds_", "local_means_", "noise_std_", "shrinkage_", "population_mean_"),
     *("population_mean_std_", "prior_", "icc_"),
@@ -38,6 +44,16 @@ def check_published_counts(
         )
     if weights is not None:
         raise ValueError("sample_weight is not supported with publish='clients'.")
+
+
+def check_published_totals(statistics: ClientStatistics, totals: Floats) -> None:
+    """Refuse totals (m,) of statistics that are not those of rows, each of its own value."""
+    refuse_left_out(statistics)
+    if totals.max() > _MOST_OF_STATISTICS:
+        raise ValueError(
+            f"publish='clients' needs sums of at most {_MOST_OF_STATISTICS:g} by client, which "
+            f"statistics hold exactly; got {totals.max():.6g}. Fit with the rows."
+        )
 
 
 def publish_counts(

@@ -5,19 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from sklearn.utils import check_consistent_length
 
-from pfl_sklearn._clients import Array
-from pfl_sklearn._typing import Floats, Integers
+from pfl_sklearn._clients import Array, encode_clients, match_clients
+from pfl_sklearn._typing import Floats, Integers, TableLike
+from pfl_sklearn.base import read_rows
 from pfl_sklearn.estimation._published._base import published_report, refuse_unused
 from pfl_sklearn.estimation._published._population import (
     KnownPopulation,
     PublishedPosterior,
     plausible_populations,
 )
-from pfl_sklearn.estimation._published._release import public_grid, release_means
+from pfl_sklearn.estimation._published._release import (
+    public_grid,
+    release_means,
+    release_with_sizes,
+    sums_of_rows,
+    sums_of_statistics,
+)
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._prior import known_vector
-from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.statistics import ClientStatistics
 
 _OF_OTHER_RELEASES = ("clip_norm", "noise_variance_bound", "n_bits", "participants")
 _PUBLISHED = (
@@ -40,6 +48,13 @@ def check_published_means(params: Any, prior: Any, sample_weight: Any) -> None:
             "sample_weight is not supported with publish='clients': a row of a large weight would "
             "need as much more noise."
         )
+    if params.clients is not None:
+        listed_clients(params.clients)
+        if params.target == "table":
+            raise ValueError(
+                "clients goes with target='population': a client that may have no rows has no mean "
+                "of its table; got target='table'."
+            )
 
 
 def check_separable(params: Any, n_rows: Integers) -> None:
@@ -51,39 +66,86 @@ def check_separable(params: Any, n_rows: Integers) -> None:
         )
 
 
-def published_means(
-    params: Any, prior: Any, ids: Array, codes: Integers, y: Floats
-) -> tuple[dict[str, Any], PrivacyReport]:
-    """Fitted attributes and the report of a release of the means of rows y (n,)."""
-    n_rows = np.bincount(codes, minlength=len(ids))
-    check_separable(params, n_rows)
+def listed_clients(clients: Any) -> Array:
+    """Sorted ids (m,) of a public list, or ValueError."""
+    ids = encode_clients(clients, len(clients), "clients").ids
+    if len(ids) == 0 or len(ids) < len(clients):
+        raise ValueError(
+            f"clients must name at least one client, and none twice; got {len(clients)} ids of "
+            f"{len(ids)} clients."
+        )
+    return ids
+
+
+def published_of_rows(params: Any, prior: Any, X: TableLike, y: Floats, groups: TableLike) -> Any:
+    """Ids (m,), fitted attributes and report of a release of the rows y (n,) or (n, 1)."""
+    if y.ndim > 1 and y.shape[1] > 1:
+        raise ValueError(f"publish='clients' needs one output; got y of shape {y.shape}.")
+    y = y.ravel()
+    if params.clients is None:
+        ids, codes = read_rows(params, X, y, groups, None).clients
+    else:
+        if groups is None:
+            raise ValueError("clients needs groups, the client id of every row; got groups=None.")
+        check_consistent_length(X, y)
+        ids = listed_clients(params.clients)
+        codes = match_clients(groups, len(y), ids, of_known="clients")
+        y, codes = y[codes >= 0], codes[codes >= 0]
+    sums = sums_of_rows(y, codes, len(ids), public_grid(params.bounds, params.grid))
+    return ids, *_published(params, prior, sums)
+
+
+def published_of_statistics(params: Any, statistics: ClientStatistics) -> Any:
+    """Ids (m,), fitted attributes and report of a release of statistics of cut rows."""
+    if params.clients is not None:
+        raise ValueError(
+            "fit_statistics does not take clients, because sums are as exact as numbers of rows "
+            "allow, which would not be public; fit with the rows."
+        )
+    grid = public_grid(params.bounds, params.grid)
+    sums = sums_of_statistics(statistics, params.bounds, grid)
+    # The ledger is charged for statistics that fit alone.
+    prior = params._charged_prior(None)
+    return statistics.clients, *_published(params, prior, sums)
+
+
+def _published(params, prior, sums):
+    """Fitted attributes and the report of a release of RowSums."""
+    has_list = params.clients is not None
+    if not has_list:
+        check_separable(params, sums.n_rows)
     grid = public_grid(params.bounds, params.grid)
     noise = known_vector("noise_variance", params.noise_variance, 1, "finite and non-negative")
     mean, between = prior.known_mean(1), prior.known_variances(1)
     known = KnownPopulation(
         *(None if value is None else float(value[0]) for value in (mean, between, noise))
     )
-    made = release_means(
-        y, codes, n_rows, grid, params.epsilon, noise is not None, params.random_state
-    )
+    release = release_with_sizes if has_list else release_means
+    made = release(sums, grid, params.epsilon, noise is not None, params.random_state)
     # From here on only what was released and what is public is read.
     nodes = plausible_populations(made.released, known)
     attributes = _attributes(params, prior, made.released, nodes)
-    attributes["noise_std_"] = grid.step * made.sums.noise_std / n_rows
-    low, high = grid.bounds
-    squares = ""
+    sizes = squares = ""
+    if made.sizes is not None:
+        sizes = f", on its number of rows (epsilon {made.sizes.epsilon:.3g})"
     if made.squares is not None:
         squares = f", and on the squares of rows around them (epsilon {made.squares.epsilon:.3g})"
+    step = grid.step / 2 if has_list else grid.step
     facts = {
         **made.sums.facts(),
         "epsilon": params.epsilon,
         "mechanism": "discrete Laplace mechanism on the sum of every client (epsilon "
-        f"{made.sums.epsilon:.3g}){squares}",
-        "noise_std": grid.step * made.sums.noise_std,
-        "sensitivity": high - low,
+        f"{made.sums.epsilon:.3g}){sizes}{squares}",
+        "noise_std": step * made.sums.noise_std,
+        "sensitivity": step * grid.n_steps,
     }
-    bounds = f"bounds = ({low:.6g}, {high:.6g}) and the grid of {grid.n_steps} steps are public"
-    return attributes, published_report(params, _PUBLISHED, facts, len(ids), bounds)
+    low, high = grid.bounds
+    assumptions = [
+        f"bounds = ({low:.6g}, {high:.6g}) and the grid of {grid.n_steps} steps are public"
+    ]
+    if sums.rounding:
+        assumptions.append("rows were cut to bounds before their statistics were computed")
+    return attributes, published_report(params, _PUBLISHED, facts, len(sums.n_rows), *assumptions)
 
 
 def _attributes(params, prior, released, nodes):
@@ -102,6 +164,7 @@ def _attributes(params, prior, released, nodes):
         "means_": means,
         "stds_": stds,
         "local_means_": released.means,
+        "noise_std_": np.sqrt(2) * released.scales,
         "shrinkage_": shrinkage,
         "prior_": prior.with_values(np.array([mean]), np.array([between])),
         "noise_variance_": float(noise),

@@ -4,14 +4,15 @@ Client i has n_i rows with variance sigma^2 around theta_i ~ N(mu, tau^2), and i
 with Laplace noise. With noise as large as the spread, estimates of mu, tau and sigma say little:
 intervals that take them as known cover half of what they should. So we average over all three, with
 uniform priors in what the public bounds allow: mu between them, tau and sigma up to half their
-distance.
+distance. Where the numbers of rows have noise, too, we average over those as well.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.polynomial.legendre import leggauss
-from scipy.special import ndtr
+from scipy.special import logsumexp, ndtr, softmax
 
 from pfl_sklearn.estimation._published._noisy_normal import distribution, log_density, moments
 
@@ -31,7 +32,17 @@ class ReleasedSquares(NamedTuple):
 
     value: float
     scale: float  # of its Laplace noise
-    dof: int  # rows less clients
+    dof: float  # rows less clients
+    dof_variance: float = 0.0  # where the numbers of rows have noise
+
+
+class PlausibleSizes(NamedTuple):
+    """Numbers of rows that m clients may have, given noised ones; and their noised sums."""
+
+    sums: np.ndarray  # (m,), of distances from the middle of the bounds
+    scale: float  # of the Laplace noise of a sum
+    values: np.ndarray  # (k, m), above 0
+    log_weights: np.ndarray  # (k, m)
 
 
 class ReleasedMeans(NamedTuple):
@@ -42,6 +53,42 @@ class ReleasedMeans(NamedTuple):
     n_rows: np.ndarray  # (m,)
     bounds: tuple  # of a row
     squares: ReleasedSquares | None  # None: that variance is known, or not identifiable
+    sizes: PlausibleSizes | None = None  # None: `n_rows` is public
+
+    def of_clients(self, clients):
+        """The release of some clients alone."""
+        means, scales, n_rows = (values[clients] for values in self[:3])
+        sizes = self.sizes
+        if sizes is not None:
+            sums, values, log_weights = (
+                values[..., clients] for values in (sizes.sums, sizes.values, sizes.log_weights)
+            )
+            sizes = PlausibleSizes(sums, sizes.scale, values, log_weights)
+        return self._replace(means=means, scales=scales, n_rows=n_rows, sizes=sizes)
+
+    def by_size(self):
+        """The release as one of k m clients, each of m with its k plausible sizes."""
+        if self.sizes is None:
+            return self
+        sums, scale, sizes, _ = self.sizes
+        means = (sum(self.bounds) / 2 + sums / sizes).ravel()
+        return self._replace(means=means, scales=(scale / sizes).ravel(), n_rows=sizes.ravel())
+
+    def weights_of_sizes(self, log_densities):
+        """Log densities (t, m) of clients, and weights (t, k, m) of their sizes, of (t, k m)."""
+        if self.sizes is None:
+            return log_densities, 1.0
+        k, m = self.sizes.values.shape
+        # Of sums, whose densities are those of means over the number of rows.
+        known = self.sizes.log_weights - np.log(self.sizes.values)
+        fits = log_densities.reshape(-1, k, m) + known
+        return logsumexp(fits, axis=1), softmax(fits, axis=1)
+
+    def over_sizes(self, weights, values):
+        """Averages (t, m) of values (t, k m) of clients by size."""
+        if self.sizes is None:
+            return values
+        return np.sum(weights * values.reshape(weights.shape), axis=1)
 
 
 class KnownPopulation(NamedTuple):
@@ -69,7 +116,7 @@ def plausible_populations(released, known):
         taus, width = _taus(released, known, sigma)
         means, widths = _means(released, known, _spreads(released, taus, sigma))  # (t, k)
         taus, means = np.repeat(taus, means.shape[1]), means.ravel()
-        fits = _log_likelihoods(released, means, _spreads(released, taus, sigma))
+        fits = _log_likelihoods(released, means, taus, sigma)
         sigmas, weights = np.full(len(taus), sigma), fits + np.log(width * widths.ravel())
         nodes.append((means, taus, sigmas, fits, weights))
     means, taus, sigmas, fits, weights = np.concatenate(nodes, axis=1)
@@ -86,13 +133,14 @@ def _sigmas(released, known):
         return [np.sqrt(known.noise)]
     if released.squares is None:  # it is part of the spread of means of one row
         return [0.0]
-    value, scale, dof = released.squares
+    value, scale, dof, dof_variance = released.squares
     start, end = 0.0, (high - low) / 2
     for _ in range(2):  # once to find where, and once to look closer
         points = start + (end - start) * (np.arange(_FINE) + 0.5) / _FINE
         # Sums of squares are nearly normal where their noise does not hide their distribution.
         squares = points**2 * dof
-        density = log_density(value - squares, points**2 * np.sqrt(2 * dof), scale).total
+        width = points**2 * np.sqrt(2 * dof + dof_variance)
+        density = log_density(value - squares, width, scale).total
         weights = np.exp(density - density.max())
         likely = np.flatnonzero(weights > _NEGLIGIBLE)
         step = (end - start) / _FINE
@@ -113,7 +161,7 @@ def _taus(released, known, sigma):
         spreads = _spreads(released, taus, sigma)
         means, errors = _modes(released, known, spreads)
         # Integrated over mu as if it were normal there.
-        heights = _log_likelihoods(released, means, spreads) + np.log(errors)
+        heights = _log_likelihoods(released, means, taus, sigma) + np.log(errors)
         likely = np.flatnonzero(heights > heights.max() - _NATS)
         if len(likely) >= _ENOUGH:
             break
@@ -128,12 +176,15 @@ def _spreads(released, taus, sigmas):
     return np.sqrt(taus**2 + sigmas**2 / released.n_rows + least**2)
 
 
-def _log_likelihoods(released, means, spreads):
-    """Log-likelihoods (t,) of population means (t,) and spreads (t, m)."""
-    step, blocks = max(_CELLS_AT_ONCE // len(released.means), 1), []
+def _log_likelihoods(released, means, taus, sigma):
+    """Log-likelihoods (t,) of population means (t,) and spreads (t,) beside `sigma`."""
+    clients, blocks = released.by_size(), []
+    step = max(_CELLS_AT_ONCE // len(clients.means), 1)
     for part in (slice(start, start + step) for start in range(0, len(means), step)):
-        distances = released.means - means[part, None]
-        blocks.append(log_density(distances, spreads[part], released.scales).total.sum(axis=1))
+        distances = clients.means - means[part, None]
+        spreads = _spreads(clients, taus[part], sigma)
+        densities = log_density(distances, spreads, clients.scales).total
+        blocks.append(released.weights_of_sizes(densities)[0].sum(axis=1))
     return np.concatenate(blocks)
 
 
@@ -176,9 +227,7 @@ class PublishedPosterior(NamedTuple):
 
     def of_clients(self, clients):
         """The posterior of some clients alone."""
-        means, scales, n_rows = (values[clients] for values in self.released[:3])
-        some = self.released._replace(means=means, scales=scales, n_rows=n_rows)
-        return self._replace(released=some)
+        return self._replace(released=self.released.of_clients(clients))
 
     def moments(self):
         """Means, standard deviations, and average weights of the population, each (m,)."""
@@ -191,34 +240,44 @@ class PublishedPosterior(NamedTuple):
 
     def _by_clients(self, values_of):
         """Arrays (m,) of a function of the posterior, for blocks of clients."""
-        m, step = len(self.released.means), max(_CELLS_AT_ONCE // len(self.nodes.weights), 1)
+        m, k = len(self.released.means), len(self.nodes.weights)
+        if self.released.sizes is not None:
+            k *= len(self.released.sizes.values)
+        step = max(_CELLS_AT_ONCE // k, 1)
         blocks = []
         for part in (slice(start, start + step) for start in range(0, m, step)):
             blocks.append(values_of(self.of_clients(part)))
         return tuple(np.concatenate(values) for values in zip(*blocks, strict=True))
 
-    def _spreads(self):
-        return _spreads(self.released, self.nodes.taus, self.nodes.sigmas)
-
     def _moments(self):
-        means, variances, shares = self._by_node()
-        weights = self.nodes.weights
-        mean = weights @ means
-        return mean, np.sqrt(weights @ (variances + (means - mean) ** 2)), weights @ shares
+        means, variances, shares, of_sizes = self._by_node()
+        weights, over_sizes = self.nodes.weights, partial(self.released.over_sizes, of_sizes)
+        by_node = over_sizes(means)
+        spread = over_sizes((means - self._for_sizes(by_node)) ** 2)
+        variances, shares = over_sizes(variances) + spread, over_sizes(shares)
+        mean = weights @ by_node
+        return mean, np.sqrt(weights @ (variances + (by_node - mean) ** 2)), weights @ shares
 
     def _by_node(self):
-        """Means, variances and shares of the population (k, m), in each of the populations."""
-        released, spreads, centre = self.released, self._spreads(), self.nodes.means[:, None]
-        deviations, variances, _ = moments(released.means - centre, spreads, released.scales)
-        shares = 2 * released.scales**2 / (spreads**2 + 2 * released.scales**2)
+        """Means, variances, shares of the population (t, k m) by population; weights of sizes."""
+        clients, centre = self.released.by_size(), self.nodes.means[:, None]
+        spreads = _spreads(clients, self.nodes.taus, self.nodes.sigmas)
+        deviations, variances, density = moments(clients.means - centre, spreads, clients.scales)
+        of_sizes = self.released.weights_of_sizes(density)[1]
+        shares = 2 * clients.scales**2 / (spreads**2 + 2 * clients.scales**2)
         if not self.of_table:
             # theta given the exact mean has a share `own` of its deviation, and a variance.
             between = self.nodes.taus[:, None] ** 2
             own = between / spreads**2
-            least = (_LEAST_SPREAD * (released.bounds[1] - released.bounds[0])) ** 2
+            least = (_LEAST_SPREAD * (clients.bounds[1] - clients.bounds[0])) ** 2
             variances = np.maximum(between * (1 - own) + own**2 * variances, least)
             deviations, shares = own * deviations, 1 - own * (1 - shares)
-        return centre + deviations, variances, shares
+        return centre + deviations, variances, shares, of_sizes
+
+    def _for_sizes(self, values):
+        """Values (..., k m) for clients by size, of values (..., m) of clients."""
+        sizes = self.released.sizes
+        return values if sizes is None else np.concatenate([values] * len(sizes.values), axis=-1)
 
     def _quantiles(self, tail):
         """Quantiles (m,) of the clients' posteriors, by bisection."""
@@ -235,10 +294,12 @@ class PublishedPosterior(NamedTuple):
 
     def _distribution(self):
         """Function of t (m,): probabilities (k, m) of values up to t in each of the populations."""
-        released, spreads, centre = self.released, self._spreads(), self.nodes.means[:, None]
-        if self.of_table:
+        released = self.released
+        if self.of_table:  # whose sizes are public
+            spreads = _spreads(released, self.nodes.taus, self.nodes.sigmas)
+            centre = self.nodes.means[:, None]
             of_sum = released.means - centre
             return lambda t: distribution(t - centre, of_sum, spreads, released.scales)
-        means, variances, _ = self._by_node()  # theta is nearly normal in each population
+        means, variances, _, of_sizes = self._by_node()  # theta is nearly normal in each population
         stds = np.sqrt(variances)
-        return lambda t: ndtr((t - means) / stds)
+        return lambda t: released.over_sizes(of_sizes, ndtr((self._for_sizes(t) - means) / stds))

@@ -4,8 +4,10 @@ import copy
 import pickle
 import warnings
 
+import duckdb
 import numpy as np
 import pandas as pd
+import polars
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.base import clone
@@ -294,15 +296,163 @@ def test_input_that_does_not_fit():
         clone(model).fit(X, np.column_stack([Y, Y]), groups=GROUPS)
     with pytest.raises(ValueError, match=r"partial_fit.*epsilon"):
         clone(model).partial_fit(X, Y, groups=GROUPS)
-    statistics = ClientStatistics.from_rows(X, Y, groups=GROUPS)
-    labels = ClientStatistics.from_rows(X, (Y > 0).astype(float), groups=GROUPS)
-    for other, given in (
-        (model, statistics),
-        (BernoulliMean(unit="row", publish="clients", epsilon=1.0), labels),
-        (PoissonMean(unit="event", publish="clients", epsilon=1.0), labels),
-    ):
-        with pytest.raises(ValueError, match="fit_statistics cannot publish clients"):
-            clone(other).fit_statistics(given)
+    for other in (model, *COUNTS.values()):
         with pytest.raises(ValueError, match="is not private") as refused:
             clone(other).partial_fit(X, [-3.25] * len(Y), groups=GROUPS)
         assert "3.25" not in str(refused.value)
+
+
+# Statistics ---------------------------------------------------------------------------------------
+
+COUNTS = {
+    "proportions": BernoulliMean(unit="row", publish="clients", epsilon=1.0),
+    "rates": PoissonMean(unit="event", publish="clients", epsilon=1.0),
+}
+
+
+def no_noise(monkeypatch):
+    monkeypatch.setattr(
+        DiscreteLaplaceMechanism, "privatize", lambda self, values, rng=None: values
+    )
+
+
+@pytest.mark.parametrize("kind", ["rows", "polars", "duckdb"])
+def test_statistics_of_cut_rows_are_those_rows(kind, monkeypatch):
+    no_noise(monkeypatch)
+    cut = np.clip(Y, -4, 4)
+    if kind == "rows":
+        statistics = ClientStatistics.from_rows(None, cut, groups=GROUPS)
+    else:
+        frame = pd.DataFrame({"y": cut, "county": GROUPS})
+        frame = polars.from_pandas(frame).lazy() if kind == "polars" else duckdb.from_df(frame)
+        statistics = ClientStatistics.from_frame(frame, groups="county", target="y")
+    model, of_rows = GaussianMean(**PUBLISH, epsilon=4.0).fit_statistics(statistics), fit()
+    assert_array_equal(model.clients_, of_rows.clients_)
+    assert_allclose(model.local_means_, of_rows.local_means_, atol=1e-4)
+    assert_allclose(model.means_, of_rows.means_, atol=1e-3)
+    assert model.noise_variance_ == pytest.approx(of_rows.noise_variance_, rel=0.01)
+    assert "rows were cut to bounds before" in " ".join(model.privacy_.assumptions)
+    assert model.release().privacy_ == model.privacy_
+
+
+def test_statistics_of_counts_are_those_counts(monkeypatch):
+    no_noise(monkeypatch)
+    labels = (Y > 0.5).astype(float)
+    statistics = ClientStatistics.from_rows(None, labels, groups=GROUPS)
+    for model in COUNTS.values():
+        found = clone(model).fit_statistics(statistics)
+        of_rows = clone(model).fit(X, labels.astype(int), groups=GROUPS)
+        assert_array_equal(found.local_means_, of_rows.local_means_)
+        assert_allclose(found.means_, of_rows.means_)
+        assert found.privacy_ == of_rows.privacy_
+
+
+@pytest.mark.parametrize(
+    ("changes", "bounds", "message"),
+    [
+        ({}, (-1.0, 1.0), r"cut to bounds=\(-1, 1\).*got rows beyond them"),
+        ({"sample_weight": np.full(len(Y), 2.0)}, (-9.0, 9.0), "weighted rows"),
+        ({"y": np.column_stack([Y, Y])}, (-9.0, 9.0), "needs one target; got statistics of 2"),
+        ({"y": np.where(Y > 1, np.nan, Y), "missing": "drop"}, (-9.0, 9.0), "left out rows"),
+        ({"y": Y + 1e9}, (1e9 - 9, 1e9 + 9), "too inexact for bounds"),
+    ],
+)
+def test_statistics_that_do_not_fit(changes, bounds, message, tmp_path):
+    ledger = PrivacyLedger(tmp_path / "ledger", unit="row")
+    model = GaussianMean(**{**PUBLISH, "bounds": bounds}, epsilon=1.0, ledger=ledger)
+    statistics = ClientStatistics.from_rows(None, **{"y": Y, "groups": GROUPS, **changes})
+    with pytest.raises(ValueError, match=message):
+        model.fit_statistics(statistics)
+    assert ledger.entries == []
+
+
+def test_statistics_of_counts_that_do_not_fit():
+    labels = np.where(Y > 1, np.nan, Y > 0)
+    statistics = ClientStatistics.from_rows(None, labels, groups=GROUPS, missing="drop")
+    for model in COUNTS.values():
+        with pytest.raises(ValueError, match="left out rows with missing values"):
+            clone(model).fit_statistics(statistics)
+    odd = ClientStatistics.from_rows(None, Y, groups=GROUPS)
+    for model in COUNTS.values():
+        with pytest.raises(ValueError, match="whole numbers"):
+            clone(model).fit_statistics(odd)
+    large = ClientStatistics.from_rows(None, np.full(200, 1e9), groups=np.zeros(200, dtype=int))
+    with pytest.raises(ValueError, match="sums of at most 1e"):
+        clone(COUNTS["rates"]).fit_statistics(large)
+
+
+# A public list of clients -------------------------------------------------------------------------
+
+LIST = [*np.unique(GROUPS), "county without rows"]
+
+
+def test_with_a_list_of_clients(monkeypatch):
+    model = fit(clients=LIST, epsilon=2.0, random_state=0)
+    assert_array_equal(model.clients_, LIST)
+    assert np.isfinite([model.means_, model.stds_, model.local_means_, model.noise_std_]).all()
+    lower, upper = model.credible_interval()
+    assert np.mean((lower[:-1] <= THETA) & (upper[:-1] >= THETA)) > 0.8
+    assert np.mean((model.means_[:-1] - THETA) ** 2) < 0.5
+    report = model.privacy_
+    assert (report.relation, report.epsilon, report.unit) == ("add_remove", 2.0, "row")
+    assert "the list of clients is public" in report.assumptions
+    assert "so is how many rows each client has" in " ".join(report.explain().split())
+    assert fit(clients=LIST).release().summary().shape[0] == 41
+
+
+def test_a_client_without_rows_is_the_population():
+    known = {"prior": GaussianPrior(0.5, 0.49), "noise_variance": 1.0, "epsilon": 50.0}
+    model = fit(clients=LIST, **known)
+    assert model.means_[-1] == pytest.approx(0.5, abs=0.02)
+    assert model.stds_[-1] == pytest.approx(0.7, rel=0.02)
+    exact = GaussianMean(known["prior"], noise_variance=1.0).fit(X, Y, groups=GROUPS)
+    assert_allclose(model.means_[:-1], exact.means_, atol=0.15)
+    assert_allclose(model.stds_[:-1], exact.stds_, rtol=0.15)
+
+
+def test_rows_of_other_clients_are_absent():
+    some = LIST[:4]
+    part = fit(clients=some[::-1], epsilon=1e4)
+    assert_array_equal(part.clients_, some)
+    assert_allclose(part.local_means_, means_of(np.clip(Y, -4, 4), GROUPS)[:4], atol=0.01)
+    assert_allclose(part.n_samples_per_client_, [3, 4, 5, 6], atol=0.01)
+    empty = fit(Y[:0], GROUPS[:0], clients=some)
+    assert np.isfinite([empty.means_, empty.stds_, *empty.credible_interval()]).all()
+    assert (empty.n_samples_per_client_ > 0).all()
+
+
+def test_a_list_in_ledgers_and_plans(tmp_path):
+    ledger = PrivacyLedger(
+        tmp_path / "ledger", budget=(5.0, 0.5), unit="row", relation="add_remove"
+    )
+    fit(clients=LIST, ledger=ledger)
+    assert ledger.remaining() == pytest.approx(1.0)
+    other = PrivacyLedger(tmp_path / "other", budget=(5.0, 0.5), unit="row")
+    with pytest.raises(BudgetExceeded):  # a replaced row is one less and one more
+        fit(clients=LIST, ledger=other)
+    plan = GaussianMean(**PUBLISH, epsilon=4.0, clients=LIST).expected_error(
+        GaussianPrior(0.5, 0.5), 10, 5, noise_variance=1.0, n_simulations=2
+    )
+    assert np.isfinite(plan).all(axis=None)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"clients": []}, "clients must name at least one client"),
+        ({"clients": ["a", "a"]}, "none twice; got 2 ids of 1 clients"),
+        ({"clients": [1, 2]}, "clients have number ids"),
+        ({"clients": LIST, "target": "table"}, "clients goes with target='population'"),
+        ({"clients": LIST, "groups": None}, "clients needs groups"),
+        (
+            {"clients": LIST, "publish": None, "unit": "client", "bounds": None},
+            "clients has no effect without publish",
+        ),
+    ],
+)
+def test_lists_that_do_not_fit(params, message):
+    with pytest.raises(ValueError, match=message):
+        fit(**params)
+    statistics = ClientStatistics.from_rows(None, np.clip(Y, -4, 4), groups=GROUPS)
+    with pytest.raises(ValueError, match="fit_statistics does not take clients"):
+        GaussianMean(**PUBLISH, epsilon=1.0, clients=LIST).fit_statistics(statistics)

@@ -7,11 +7,13 @@ from numpy.testing import assert_allclose
 from pfl_sklearn.estimation._published._noisy_normal import distribution, moments
 from pfl_sklearn.estimation._published._population import (
     KnownPopulation,
+    PlausibleSizes,
     PublishedPosterior,
     ReleasedMeans,
     ReleasedSquares,
     plausible_populations,
 )
+from tests.helpers.slow import slow
 
 UNKNOWN = KnownPopulation(None, None, None)
 CASES = [(1, 1, 0.3), (1, 5, 3), (5, 0.1, 2), (0.2, 1, -3), (3, 0.001, -2.5), (1, 1e-6, 0.2)]
@@ -45,6 +47,12 @@ def released(m=5, n=4, epsilon=4.0, seed=0):
     )
 
 
+def fit_of_squares(table, sigma):
+    """Log density of the squares, which are normal with the variance of their chi squares."""
+    value, scale, dof, more = table.squares
+    return moments(value - sigma**2 * dof, sigma**2 * np.sqrt(2 * dof + more), scale)[2]
+
+
 def brute_force(table, of_table):
     """Means and standard deviations of the clients, over a dense grid of populations."""
     mu = -3 + 6 * (np.arange(60) + 0.5) / 60
@@ -52,9 +60,7 @@ def brute_force(table, of_table):
     mu, tau, sigma = (each.ravel() for each in np.meshgrid(mu, tau, sigma))
     spread = np.sqrt(tau[:, None] ** 2 + sigma[:, None] ** 2 / table.n_rows)
     deviation, variance, fit = moments(table.means - mu[:, None], spread, table.scales)
-    value, scale, dof = table.squares
-    _, _, of_squares = moments(value - sigma**2 * dof, sigma**2 * np.sqrt(2 * dof), scale)
-    weights = fit.sum(axis=1) + of_squares
+    weights = fit.sum(axis=1) + fit_of_squares(table, sigma)
     weights = np.exp(weights - weights.max())
     weights /= weights.sum()
     if not of_table:
@@ -76,6 +82,56 @@ def test_a_dense_grid_of_populations_gives_the_same(m, epsilon, of_table):
     expected_mean, expected_std = brute_force(table, of_table)
     assert_allclose((mean - expected_mean) / expected_std, 0, atol=0.06)
     assert_allclose(std, expected_std, rtol=0.04)
+
+
+def released_with_sizes(m, epsilon, seed=0):
+    """Noised sums about 0 and numbers of rows, some of them 0, as if rounding did not matter."""
+    rng = np.random.default_rng(seed)
+    n, theta = rng.integers(0, 8, m), rng.normal(0.8, 0.7, m)
+    noise = rng.laplace(size=(2, m)) * np.array([[3.0], [1.0]]) / epsilon
+    sums, noisy = n * theta + np.sqrt(n) * rng.normal(size=m) + noise[0], np.rint(n + noise[1])
+    values = np.maximum(noisy - 10, 0) + np.arange(25)[:, None]
+    log_weights = -np.abs(values - noisy) * epsilon
+    sizes = PlausibleSizes(sums, 3 / epsilon, np.maximum(values, 1e-6), log_weights)
+    n_rows = np.maximum(noisy, 1)
+    scales = np.hypot(3, sums / n_rows) / epsilon / n_rows
+    squares = ReleasedSquares(0.9 * (n.sum() - m), 4.0, n.sum() - m, 2.0)
+    return ReleasedMeans(sums / n_rows, scales, n_rows, (-3.0, 3.0), squares, sizes)
+
+
+def brute_force_with_sizes(table):
+    """As `brute_force`, over sizes, too; sums rather than means of rows."""
+    sums, scale, sizes, log_weights = table.sizes
+    mu = -3 + 6 * (np.arange(24) + 0.5) / 24
+    tau, sigma = (3 * (np.arange(24) + 0.5) / 24 for _ in range(2))
+    mu, tau, sigma = (each.ravel()[:, None, None] for each in np.meshgrid(mu, tau, sigma))
+    spread = np.sqrt(sizes**2 * tau**2 + sizes * sigma**2)
+    deviation, variance, fit = moments(sums - sizes * mu, spread, scale)
+    fit = fit + log_weights
+    most = fit.max(axis=1, keepdims=True)
+    of_sizes = np.exp(fit - most)
+    total = of_sizes.sum(axis=1, keepdims=True)
+    weights = (most + np.log(total))[:, 0].sum(axis=1) + fit_of_squares(table, sigma[:, 0, 0])
+    weights = np.exp(weights - weights.max())
+    weights = weights[:, None] * (of_sizes / total).reshape(len(weights), -1)
+    slope = sizes * tau**2 / spread**2  # of theta on the exact sum
+    centre = mu + slope * deviation
+    variance = tau**2 - slope * sizes * tau**2 + slope**2 * variance
+    weights = weights.reshape(centre.shape) / weights.sum() * len(sums)
+    mean = np.sum(weights * centre, axis=(0, 1))
+    return mean, np.sqrt(np.sum(weights * (variance + (centre - mean) ** 2), axis=(0, 1)))
+
+
+@pytest.mark.parametrize(("m", "epsilon"), [(4, 1.0), *slow([(4, 4.0), (12, 1.0)])])
+def test_a_dense_grid_of_populations_and_sizes_gives_the_same(m, epsilon):
+    table = released_with_sizes(m, epsilon)
+    posterior = PublishedPosterior(table, plausible_populations(table, UNKNOWN), False)
+    mean, std, _ = posterior.moments()
+    expected_mean, expected_std = brute_force_with_sizes(table)
+    assert_allclose((mean - expected_mean) / expected_std, 0, atol=0.06)
+    assert_allclose(std, expected_std, rtol=0.04)
+    lower, upper = posterior.central(0.95)
+    assert ((lower < mean) & (mean < upper)).all()
 
 
 def test_known_parameters_are_taken_as_they_are():

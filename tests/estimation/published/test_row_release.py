@@ -5,9 +5,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn.estimation._published import _release
-from pfl_sklearn.estimation._published._release import PublicGrid, public_grid, release_means
+from pfl_sklearn.estimation._published._release import (
+    PublicGrid,
+    public_grid,
+    release_means,
+    release_with_sizes,
+    sums_of_rows,
+    sums_of_statistics,
+)
 from pfl_sklearn.privacy import DiscreteLaplaceMechanism
 from pfl_sklearn.privacy.auditing import odds_lower_bound
+from pfl_sklearn.statistics import ClientStatistics
 
 EPSILON, N_DRAWS, ALPHA = 3.0, 2000, 1e-4
 GRID = PublicGrid(0.0, 0.1, 10)
@@ -29,8 +37,13 @@ class Recorder:
 
 def release(y, codes, grid=GRID, noise_is_known=False, random_state=None, epsilon=EPSILON):
     y, codes = np.asarray(y, dtype=float), np.asarray(codes)
-    sizes = np.bincount(codes)
-    return release_means(y, codes, sizes, grid, epsilon, noise_is_known, random_state)
+    sums = sums_of_rows(y, codes, codes.max() + 1, grid)
+    return release_means(sums, grid, epsilon, noise_is_known, random_state)
+
+
+def release_listed(y, codes, m=3, noise_is_known=False, random_state=None):
+    sums = sums_of_rows(np.asarray(y, dtype=float), np.asarray(codes, dtype=int), m, GRID)
+    return release_with_sizes(sums, GRID, EPSILON, noise_is_known, random_state)
 
 
 # Sensitivity --------------------------------------------------------------------------------------
@@ -60,6 +73,46 @@ def test_a_replaced_row_moves_no_more_than_the_noise_covers(data):
     assert set(moved) <= {codes[row]}
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_a_row_more_moves_no_more_than_the_noise_covers(data):
+    codes = data.draw(st.lists(st.integers(0, 2), max_size=12))
+    y = data.draw(st.lists(VALUES, min_size=len(codes), max_size=len(codes)))
+    with pytest.MonkeyPatch.context() as patch:
+        records = Recorder(patch)
+        release_listed(y, codes)
+        client = data.draw(st.integers(0, 2))
+        release_listed([*y, data.draw(VALUES)], [*codes, client])
+    half = len(records.exact) // 2
+    assert half == 3
+    for before, after, mechanism in zip(
+        records.exact[:half], records.exact[half:], records.mechanisms, strict=False
+    ):
+        assert np.abs(before - after).sum() <= mechanism.sensitivity
+    for before, after in zip(records.exact[:2], records.exact[half : half + 2], strict=True):
+        assert set(np.flatnonzero(before != after)) <= {client}
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_replaced_row_of_statistics_moves_no_more_than_the_noise_covers(data):
+    grid, values = PublicGrid(-1.0, 0.25, 8), st.floats(-1, 1).map(lambda y: round(y, 50))
+    codes = np.array([*data.draw(st.lists(st.integers(0, 1), max_size=8)), 0, 0, 1, 1])
+    y = np.array(data.draw(st.lists(values, min_size=len(codes), max_size=len(codes))))
+    other = y.copy()
+    other[data.draw(st.integers(0, len(y) - 1))] = data.draw(values)
+    before, after = (
+        sums_of_statistics(ClientStatistics.from_rows(None, rows, groups=codes), (-1, 1), grid)
+        for rows in (y, other)
+    )
+    assert np.abs(before.totals - after.totals).sum() <= grid.n_steps + before.rounding == 9
+    moved = abs(before.squares.sum() - after.squares.sum())
+    most = -(-(grid.n_steps**2) * (before.n_rows.max() - 1) // before.n_rows.max())
+    assert moved <= most + before.rounding_of_squares
+    of_rows = sums_of_rows(y, codes, 2, grid)
+    assert (np.abs(of_rows.totals - before.totals) <= 0.5 * before.n_rows + 0.5).all()
+
+
 def test_the_sensitivities_are_reached(monkeypatch):
     records = Recorder(monkeypatch)
     for last in (0.0, 1.0):
@@ -74,6 +127,11 @@ def test_the_budget_is_spent_once(monkeypatch):
     records = Recorder(monkeypatch)
     release([0.2, 0.4, 0.1], [0, 0, 1])
     assert sum(one.epsilon for one in records.mechanisms) == pytest.approx(EPSILON)
+    records.mechanisms.clear()
+    for known in (False, True):
+        release_listed([0.2, 0.4, 0.1], [0, 0, 1], noise_is_known=known)
+    epsilons = [one.epsilon for one in records.mechanisms]
+    np.testing.assert_allclose(np.divide(epsilons, EPSILON), [0.3, 0.6, 0.1, 0.3, 0.7])
     for y, codes, known in (([0.2, 0.4], [0, 1], False), ([0.2, 0.4], [0, 0], True)):
         records.mechanisms.clear()
         assert release(y, codes, noise_is_known=known).squares is None
@@ -110,12 +168,35 @@ def honest(y, rng):
     return release(y, [0, 0], random_state=rng)
 
 
-@pytest.mark.slow
-def test_the_promise_holds_and_is_used(monkeypatch):
-    monkeypatch.setattr(_release, "SQUARES_SHARE", 0.4)
+def listed(y, rng):
+    """Nine rows, and one more if the last is at 1."""
+    return release_listed([0.0] * 9 + [1.0] * int(y[-1]), [0] * (9 + int(y[-1])), 1, False, rng)
+
+
+def all_three(made):
+    """Whether rows, sum and squares are as large as they are with the row."""
+    sizes = made.released
+    return sizes.n_rows[0] >= 10 and sizes.sizes.sums[0] >= -4.2 and sizes.squares.value >= 0.45
+
+
+KINDS = {"replaced": (honest, both), "one more": (listed, all_three)}
+# So that each part alone tells much of whether the row is there.
+SHARES = {"SQUARES_SHARE": 0.4, "SIZES_SHARE": 0.2}
+
+
+def audited(monkeypatch, kind):
+    """Lower bound on epsilon of a release with a seed."""
+    for name, share in SHARES.items():
+        if not isinstance(getattr(_release, name), Everything):
+            monkeypatch.setattr(_release, name, share)
     monkeypatch.setattr(_release, "noise_generator", lambda rng: (rng, True))
-    bound = lower_bound(honest, both)
-    assert 1.5 < bound < EPSILON
+    return lower_bound(*KINDS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_promise_holds_and_is_used(kind, monkeypatch):
+    assert 1.2 < audited(monkeypatch, kind) < EPSILON
 
 
 MUTANTS = {
@@ -149,12 +230,16 @@ def _twice_the_numerator(mechanism):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_are_convicted(mutant, monkeypatch):
-    monkeypatch.setattr(_release, "SQUARES_SHARE", 0.4)
-    monkeypatch.setattr(_release, "noise_generator", lambda rng: (rng, True))
+@pytest.mark.parametrize(
+    ("mutant", "kind"),
+    [
+        *((mutant, "replaced") for mutant in MUTANTS),
+        *((name, "one more") for name in [*MUTANTS][:2]),
+    ],
+)
+def test_mutants_are_convicted(mutant, kind, monkeypatch):
     MUTANTS[mutant](monkeypatch)
-    assert lower_bound(honest, both) > EPSILON
+    assert audited(monkeypatch, kind) > EPSILON
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ from pfl_sklearn.estimation._published._base import (
     published_events,
 )
 from pfl_sklearn.estimation._published._gaussian import (
+    check_has_groups,
     check_published_means,
     published_of_rows,
     published_of_statistics,
@@ -137,7 +138,8 @@ class GaussianMean(
     clients_ : ndarray of shape (n_clients,)
         Sorted ids; row i of every per-client array is ``clients_[i]``.
     n_samples_per_client_ : ndarray of shape (n_clients,)
-        Number of rows of each client; with a list of `clients` what noised ones leave plausible.
+        Number of rows of each client; with a list of `clients` the mean of what noised ones leave
+        plausible, at least 1.
     means_, stds_ : ndarrays of shape (n_clients,) or (n_clients, d)
         Posterior mean and standard deviation of each client's mean. The standard deviation includes
         the uncertainty of the population mean and, as `uncertainty` says, of the variances. Under a
@@ -219,10 +221,10 @@ class GaussianMean(
     with the rest, unless `noise_variance` is given. All attributes follow from these and from
     public numbers, and may be published; :meth:`for_client` and :meth:`release` hand out the whole
     table. Estimates and intervals are averaged over the populations that the release leaves
-    plausible, with uniform priors within `bounds`. With a list of `clients`, sums get .6 of
-    `epsilon` and numbers of rows .3. Otherwise, where every client has one row, and
-    `noise_variance` is not given, `target` must be "table", and `noise_variance_` is NaN. `delta`,
-    `trust`, `mechanism`, `method` and `uncertainty` have no effect.
+    plausible, with uniform priors within `bounds`. With a list of `clients`, numbers of
+    rows get .3 of `epsilon`, squares .1 and sums the rest. Otherwise, where every client has one
+    row, and `noise_variance` is not given, `target` must be "table", and `noise_variance_` is NaN.
+    `delta`, `trust`, `mechanism`, `method` and `uncertainty` have no effect.
 
     Otherwise the privacy promise does not cover the clients' own estimates (`means_`): client i may
     see its own (joint differential privacy). Hand it over with :meth:`for_client`.
@@ -412,6 +414,7 @@ class GaussianMean(
         sample_weight : array-like of shape (n_rows,), default=None
             Precision weights; a row of weight 0 is absent. Refused when `epsilon` is finite.
         """
+        check_has_groups(self, groups)
         prior = self._charged_prior(sample_weight)
         y = self._checked_targets(y)
         if self.publish is not None:
@@ -445,7 +448,7 @@ class GaussianMean(
             As ``fit``; with a finite `epsilon` or a quantizer also for statistics of weighted rows,
             with a finite `epsilon` for those without `target_bound`, and with
             ``publish="clients"`` for those of several targets, of rows beyond `bounds` or left out,
-            too inexact for their grid, or with a list of `clients`.
+            too inexact for their grid, without `target_bound`, or with a list of `clients`.
         """
         check_statistics(statistics)
         if self.publish is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any, Self
 
 import numpy as np
@@ -38,7 +39,8 @@ def is_publishing(params: Any, unit: str) -> bool:
             value = getattr(params, name, default)
             if value is not None if default is None else value != default:
                 raise ValueError(
-                    f"{name} has no effect without publish='clients'; got {name}={value!r}."
+                    f"{name} has no effect without publish='clients'; got "
+                    f"{name}={reprlib.repr(value)}."
                 )
         return False
     if params.publish is None:
@@ -101,7 +103,7 @@ def published_report(
     membership = f"which client {one} belongs to is public"
     if getattr(params, "clients", None) is not None:
         sizes = "the list of clients is public"
-        membership = "rows of other clients are left out"
+        membership = "rows of other clients are left out, and ids of rows are valid"
     return private_report(
         facts,
         unit=params.unit,

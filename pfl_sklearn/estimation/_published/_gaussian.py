@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 import numpy as np
 from sklearn.utils import check_consistent_length
 
-from pfl_sklearn._clients import Array, encode_clients, match_clients
+from pfl_sklearn._clients import Array, encode_clients, format_id, match_clients
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.base import read_rows
 from pfl_sklearn.estimation._published._base import published_report, refuse_unused
@@ -27,6 +28,7 @@ from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.statistics import ClientStatistics
 
+_LEAST_EPSILON = 1e-3  # the noise of a single row is a thousand times its range, and more
 _OF_OTHER_RELEASES = ("clip_norm", "noise_variance_bound", "n_bits", "participants")
 _PUBLISHED = (
     *("means_", "stds_", "local_means_", "noise_std_", "shrinkage_", "population_mean_"),
@@ -48,6 +50,10 @@ def check_published_means(params: Any, prior: Any, sample_weight: Any) -> None:
             "sample_weight is not supported with publish='clients': a row of a large weight would "
             "need as much more noise."
         )
+    if params.epsilon < _LEAST_EPSILON:
+        raise ValueError(
+            f"epsilon must be at least {_LEAST_EPSILON} to publish means; got {params.epsilon}."
+        )
     if params.clients is not None:
         listed_clients(params.clients)
         if params.target == "table":
@@ -68,13 +74,26 @@ def check_separable(params: Any, n_rows: Integers) -> None:
 
 def listed_clients(clients: Any) -> Array:
     """Sorted ids (m,) of a public list, or ValueError."""
-    ids = encode_clients(clients, len(clients), "clients").ids
-    if len(ids) == 0 or len(ids) < len(clients):
+    if np.ndim(clients) != 1 or not hasattr(clients, "__getitem__") or isinstance(clients, dict):
         raise ValueError(
-            f"clients must name at least one client, and none twice; got {len(clients)} ids of "
-            f"{len(ids)} clients."
+            f"clients must be a list, an array or a column of ids; got {reprlib.repr(clients)}."
         )
+    ids, codes = encode_clients(clients, len(clients), "clients")
+    counts = np.bincount(codes, minlength=len(ids))
+    if len(ids) == 0 or counts.max() > 1:
+        what = f"{format_id(ids[counts.argmax()])} twice" if len(ids) else "none"
+        raise ValueError(f"clients must name one client or more, and each once; got {what}.")
     return ids
+
+
+def check_has_groups(params: Any, groups: TableLike) -> None:
+    """Refuse a list of clients without the clients of the rows, before the ledger is charged."""
+    if params.clients is not None and groups is None:
+        raise ValueError(
+            "clients needs groups, the client id of every row; got groups=None. If groups was "
+            "given to a scikit-learn tool, turn routing on: "
+            "sklearn.set_config(enable_metadata_routing=True)."
+        )
 
 
 def published_of_rows(params: Any, prior: Any, X: TableLike, y: Floats, groups: TableLike) -> Any:
@@ -85,8 +104,6 @@ def published_of_rows(params: Any, prior: Any, X: TableLike, y: Floats, groups: 
     if params.clients is None:
         ids, codes = read_rows(params, X, y, groups, None).clients
     else:
-        if groups is None:
-            raise ValueError("clients needs groups, the client id of every row; got groups=None.")
         check_consistent_length(X, y)
         ids = listed_clients(params.clients)
         codes = match_clients(groups, len(y), ids, of_known="clients")
@@ -127,7 +144,10 @@ def _published(params, prior, sums):
     attributes = _attributes(params, prior, made.released, nodes)
     sizes = squares = ""
     if made.sizes is not None:
-        sizes = f", on its number of rows (epsilon {made.sizes.epsilon:.3g})"
+        sizes = (
+            f", on its number of rows (epsilon {made.sizes.epsilon:.3g}, noise sd "
+            f"{made.sizes.noise_std:.3g})"
+        )
     if made.squares is not None:
         squares = f", and on the squares of rows around them (epsilon {made.squares.epsilon:.3g})"
     step = grid.step / 2 if has_list else grid.step

@@ -122,9 +122,11 @@ class RowSums(NamedTuple):
 def sums_of_rows(y: Floats, codes: Integers, m: int, grid: PublicGrid) -> RowSums:
     """RowSums of values (n,), cut and rounded to the grid; exact."""
     n_rows, positions = np.bincount(codes, minlength=m), grid.positions(y)
-    totals, of_rows = (_integer_sums(values, codes, m) for values in (positions, positions**2))
-    unit = _unit_of_squares(grid)
-    clients = zip(of_rows.tolist(), totals.tolist(), n_rows.tolist(), strict=True)
+    totals, unit = _integer_sums(positions, codes, m), _unit_of_squares(grid)
+    # Squares have up to 38 bits. In two parts their sums cannot overflow, however many rows.
+    high, low = (_integer_sums(part, codes, m) for part in np.divmod(positions**2, 1 << 20))
+    of_rows = ((int(a) << 20) + int(b) for a, b in zip(high, low, strict=True))
+    clients = zip(of_rows, totals.tolist(), n_rows.tolist(), strict=True)
     # The sensitivity is that of the exact squares, rounded up, which covers that they are rounded.
     squares = [(n * of_client - total**2) // (max(n, 1) * unit) for of_client, total, n in clients]
     return RowSums(n_rows, totals, np.array(squares, dtype=np.int64))
@@ -140,21 +142,29 @@ def sums_of_statistics(statistics: ClientStatistics, bounds: Any, grid: PublicGr
     if statistics._weights() is not None:
         raise ValueError("statistics of weighted rows are not supported with publish='clients'.")
     refuse_left_out(statistics)
+    # Without it, sums may have a centre that all rows of the table move, and so their digits.
+    if statistics.target_bound is None:
+        raise ValueError(
+            "statistics need a target_bound with publish='clients', so that no number of a client "
+            "depends on the rows of others; give it to from_rows, from_frame or from_chunks."
+        )
     last = statistics.n_features  # the target
     is_cut = (statistics.lowest[:, last] >= low) & (statistics.highest[:, last] <= high)
     if not is_cut.all():
         raise ValueError(
             f"statistics need rows that were cut to bounds=({low:.6g}, {high:.6g}) before they "
-            "were summed; got rows beyond them."
+            "were summed (as 64-bit numbers); got rows beyond them."
         )
     _, means, within, _ = statistics._target_means()
     unit = _unit_of_squares(grid)
     totals = np.rint((means[:, 0] - low) / grid.step * n_rows).astype(np.int64)
     squares = np.floor(within[:, 0] / (unit * grid.step**2)).astype(np.int64)
-    # Sums of n numbers up to M are wrong by n^2 M times the precision, in the worst order; one row
-    # changes two sums that both are, and whole numbers that they are rounded to.
+    # Sums of n numbers up to M are wrong by n^2 M times the precision, in the worst order, and
+    # triangles of p columns count n p M as rounding. One row changes two sums that both are wrong,
+    # and whole numbers that they are rounded to.
     n, largest = float(n_rows.max()), max(abs(low), abs(high))
-    lost = 4 * np.finfo(float).eps * n**2 * np.array([largest, largest**2])
+    terms = n * max(n, 4.0 * (last + 2))
+    lost = 4 * np.finfo(float).eps * terms * np.array([largest, largest**2])
     lost = np.floor(lost / [grid.step, unit * grid.step**2])
     if (lost > _MOST_LOST * np.array([grid.n_steps, grid.n_steps**2 / unit])).any():
         raise ValueError(
@@ -220,6 +230,7 @@ def release_with_sizes(
         squares = ReleasedSquares(value, of_value, max(dof.sum(), 1.0), variance.sum())
     # As if these were the numbers of rows: where the population may be, and what is shown.
     n_rows, variance = _moments_of(values, chances)
+    n_rows = np.maximum(n_rows, 1.0)  # a mean of no rows has no value
     distances = plausible.sums / n_rows
     largest = np.minimum(np.abs(distances), grid.step * grid.n_steps / 2)
     scales = np.hypot(scale, largest * np.sqrt(variance / 2)) / n_rows
@@ -242,11 +253,12 @@ def _plausible_sizes(noisy, scale):
     # to none, whose sum says nothing.
     values = np.maximum(first + step * np.arange(_N_SIZES)[:, None] + (step - 1) / 2, _NO_ROWS)
     # Numbers of rows are as far apart as noised ones are beyond their noise, and a standard error
-    # of that: without this, small clients would have too many rows on average.
+    # of that: without this, small clients would have too many rows on average. Student's t with 3
+    # degrees of freedom leaves a client that is much larger than all others where its noise is.
     m, of_noise = len(noisy), 2 * scale**2
     between = max(np.var(noisy) - of_noise, 0.0) + of_noise * np.sqrt(5 / m)
-    log_weights = -np.abs(values - noisy) / scale - (values - noisy.mean()) ** 2 / (2 * between)
-    return values, log_weights
+    prior = -2 * np.log1p((values - noisy.mean()) ** 2 / between)
+    return values, prior - np.abs(values - noisy) / scale
 
 
 def _squares_mechanism(sums, grid, moved, epsilon):

@@ -321,11 +321,13 @@ def test_statistics_of_cut_rows_are_those_rows(kind, monkeypatch):
     no_noise(monkeypatch)
     cut = np.clip(Y, -4, 4)
     if kind == "rows":
-        statistics = ClientStatistics.from_rows(None, cut, groups=GROUPS)
+        statistics = ClientStatistics.from_rows(None, cut, groups=GROUPS, target_bound=4.0)
     else:
         frame = pd.DataFrame({"y": cut, "county": GROUPS})
         frame = polars.from_pandas(frame).lazy() if kind == "polars" else duckdb.from_df(frame)
-        statistics = ClientStatistics.from_frame(frame, groups="county", target="y")
+        statistics = ClientStatistics.from_frame(
+            frame, groups="county", target="y", target_bound=4.0
+        )
     model, of_rows = GaussianMean(**PUBLISH, epsilon=4.0).fit_statistics(statistics), fit()
     assert_array_equal(model.clients_, of_rows.clients_)
     assert_allclose(model.local_means_, of_rows.local_means_, atol=1e-4)
@@ -350,11 +352,12 @@ def test_statistics_of_counts_are_those_counts(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "bounds", "message"),
     [
-        ({}, (-1.0, 1.0), r"cut to bounds=\(-1, 1\).*got rows beyond them"),
+        ({}, (-9.0, 9.0), "need a target_bound"),
+        ({"target_bound": 9.0}, (-1.0, 1.0), r"cut to bounds=\(-1, 1\).*got rows beyond them"),
         ({"sample_weight": np.full(len(Y), 2.0)}, (-9.0, 9.0), "weighted rows"),
         ({"y": np.column_stack([Y, Y])}, (-9.0, 9.0), "needs one target; got statistics of 2"),
         ({"y": np.where(Y > 1, np.nan, Y), "missing": "drop"}, (-9.0, 9.0), "left out rows"),
-        ({"y": Y + 1e9}, (1e9 - 9, 1e9 + 9), "too inexact for bounds"),
+        ({"y": Y + 1e9, "target_bound": 1e9}, (1e9 - 9, 1e9 + 9), "too inexact for bounds"),
     ],
 )
 def test_statistics_that_do_not_fit(changes, bounds, message, tmp_path):
@@ -416,15 +419,30 @@ def test_rows_of_other_clients_are_absent():
     assert_array_equal(part.clients_, some)
     assert_allclose(part.local_means_, means_of(np.clip(Y, -4, 4), GROUPS)[:4], atol=0.01)
     assert_allclose(part.n_samples_per_client_, [3, 4, 5, 6], atol=0.01)
+    empty = fit(Y[:0], GROUPS[:0], clients=some, epsilon=1e4)
+    assert (np.abs(empty.local_means_) < 0.1).all()
     empty = fit(Y[:0], GROUPS[:0], clients=some)
     assert np.isfinite([empty.means_, empty.stds_, *empty.credible_interval()]).all()
     assert (empty.n_samples_per_client_ > 0).all()
+
+
+def test_a_client_that_is_much_larger_keeps_its_size():
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(101), [300] + [5] * 100)
+    y = np.where(groups == 0, 3.0, 0.0) + rng.normal(size=len(groups))
+    sizes = [
+        fit(y, groups, clients=range(101), epsilon=0.3, random_state=seed).n_samples_per_client_[0]
+        for seed in range(4)
+    ]
+    assert abs(np.mean(sizes) - 300) < 25  # the noise has a standard deviation of 16
 
 
 def test_a_list_in_ledgers_and_plans(tmp_path):
     ledger = PrivacyLedger(
         tmp_path / "ledger", budget=(5.0, 0.5), unit="row", relation="add_remove"
     )
+    with pytest.raises(ValueError, match="clients needs groups"):
+        fit(clients=LIST, groups=None, ledger=ledger)
     fit(clients=LIST, ledger=ledger)
     assert ledger.remaining() == pytest.approx(1.0)
     other = PrivacyLedger(tmp_path / "other", budget=(5.0, 0.5), unit="row")
@@ -439,8 +457,9 @@ def test_a_list_in_ledgers_and_plans(tmp_path):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"clients": []}, "clients must name at least one client"),
-        ({"clients": ["a", "a"]}, "none twice; got 2 ids of 1 clients"),
+        ({"clients": []}, "name one client or more.*got none"),
+        ({"clients": ["a", "a"]}, "each once; got 'a' twice"),
+        ({"clients": {"a": 1}}, "clients must be a list, an array or a column of ids"),
         ({"clients": [1, 2]}, "clients have number ids"),
         ({"clients": LIST, "target": "table"}, "clients goes with target='population'"),
         ({"clients": LIST, "groups": None}, "clients needs groups"),

@@ -222,6 +222,26 @@ class ClientColumn(
         """
         return self._of_model("conf_int", {"level": level, **params})
 
+    @available_if(model_has("contrast"))
+    def contrast(self, weights: Any, X: TableLike = None, **params: Any) -> pd.DataFrame:
+        """Tests of combinations of the population, by the fitted model's own ``contrast``.
+
+        Parameters
+        ----------
+        weights : dict, DataFrame or array-like
+            Weights of the coefficients.
+        X : array-like of n_rows rows, default=None
+            As in ``fit``, for robust errors.
+        **params : dict
+            Arguments of the model's ``contrast``. It gets its feature names from the steps before
+            it, if they have any.
+        """
+        params["weights"] = weights
+        if X is not None:
+            X, params = self._inner_input(X, params)
+            params["X"] = transform_for_model(self._fitted, X, params["groups"])
+        return self._of_model("contrast", params)
+
     @available_if(model_has("credible_interval"))
     def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Intervals of the clients' parameters, by the fitted model's own ``credible_interval``.

@@ -19,6 +19,7 @@ from pfl_sklearn._typing import Floats
 from pfl_sklearn._unwrap import without_groupings
 from pfl_sklearn.base import ClientMixin, check_level, read_rows
 from pfl_sklearn.linear_model._algebra import client_predictors
+from pfl_sklearn.linear_model._contrasts import ContrastMixin
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._effect_table import EffectTableMixin
 from pfl_sklearn.linear_model._made_up_rows import PlansRegressions
@@ -43,6 +44,7 @@ class FitParameters(SimpleNamespace):
 
 
 class BasePersonalizedRegression(
+    ContrastMixin,
     PopulationSummaryMixin,
     EffectTableMixin,
     CoefTableMixin,

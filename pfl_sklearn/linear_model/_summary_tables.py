@@ -24,7 +24,9 @@ class PopulationSummaryMixin:
     Parameters and fitted attributes are those of the models, which `self: Any` stands for.
     """
 
-    def summary(self: Any, feature_names: Sequence[str] | None = None) -> DataFrame:
+    def summary(
+        self: Any, feature_names: Sequence[str] | None = None, *, tests: bool = False
+    ) -> DataFrame:
         """Table of the population: fixed effects and variance components.
 
         Parameters
@@ -32,6 +34,9 @@ class PopulationSummaryMixin:
         feature_names : array-like of str, shape (d,), default=None
             Names of the features, such as ``pipeline[:-1].get_feature_names_out()``. None: those of
             `X` in ``fit``, or x0, x1, ... A :class:`~pfl_sklearn.compose.ClientColumn` knows them.
+        tests : bool, default=False
+            Whether to add the tests of the fixed effects by :meth:`contrast`: columns statistic, df
+            and p_value, and its std_error.
 
         Returns
         -------
@@ -76,6 +81,8 @@ class PopulationSummaryMixin:
         columns = ["part", "term", "estimate", "std_error", "sd", "correlation", "n_levels"]
         # Columns that do not apply to a row are NaN.
         table = SummaryTable(rows, columns=columns).set_index(["part", "term"]).astype(float)
+        if tests:
+            self._add_tests(table, len(names))
         n_levels = table.pop("n_levels")
         if groupings:
             table["n_levels"] = n_levels.astype("Int64")
@@ -305,15 +312,10 @@ class PopulationSummaryMixin:
         # The directions of loadings and ridge overlap, so entries have no bounds of their own.
         if shape == "low_rank" and q > 1:
             return np.full((2, q, q), np.nan), None
-        back = np.eye(q)
-        # Full covariances are the same set at every centre.
-        if self._centre is not None and shape != "full":
-            back[0] -= self._centre[self._design.random]
-            back[0, 0] = 1.0
         posterior = getattr(self._posterior, "plug_in", self._posterior)
         ratio = covariance / posterior.noise  # an exact fit leaves a noise whose squares underflow
         n_rows, n_outputs = self.n_samples_per_client_.sum(), np.size(self.population_intercept_)
-        steps = directions(shape, ratio, back)
+        steps = self._covariance_directions(posterior.noise)
         free = np.eye(len(steps) + 1)
         if shape is None:  # the ratio to the noise variance falls as that rises
             free = np.array([[-1.0], [1.0]])
@@ -321,6 +323,16 @@ class PopulationSummaryMixin:
             free = free[:, :-1]
         bounds, noise = component_bounds(posterior, ratio, steps, free, n_rows, n_outputs, level)
         return None if shape is None else bounds, noise if free_noise else None
+
+    def _covariance_directions(self: Any, noise):
+        """Directions (a, q, q) in which the clients' covariance over the noise may move."""
+        shape, covariance = self._shape[0], self._design.random_block(self._between)
+        back = np.eye(len(covariance))
+        # Full covariances are the same set at every centre.
+        if self._centre is not None and shape != "full":
+            back[0] -= self._centre[self._design.random]
+            back[0, 0] = 1.0
+        return directions(shape, covariance / noise, back)
 
 
 def component_terms(names, shown):

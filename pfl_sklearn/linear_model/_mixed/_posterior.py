@@ -334,12 +334,18 @@ class PopulationErrors:
 
     @property
     def _estimable_covariance(self):
-        """Matrix (p, p) of which v' C v is the variance of an estimable combination v."""
-        if self.averaged is None:
+        return self.estimable_covariance(averaged=True)
+
+    def estimable_covariance(self, averaged):
+        """Matrix (p, p) of which v' C v is the variance of an estimable combination v.
+
+        It is `averaged` over the variances, or else takes these as known.
+        """
+        if self.averaged is None or not averaged:
             return self._covariance
         at = np.argsort(self._order)
-        averaged = self.averaged.averages.population_covariance[np.ix_(at, at)]
-        return blend(self.averaged.share, averaged, self._covariance)
+        over_variances = self.averaged.averages.population_covariance[np.ix_(at, at)]
+        return blend(self.averaged.share, over_variances, self._covariance)
 
     def variances(self, x):
         """Variances (n,) of x' beta for rows x (n, p) of the population, which are estimable."""

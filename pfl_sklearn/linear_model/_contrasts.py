@@ -1,0 +1,324 @@
+"""Tests of combinations of the population's coefficients, with degrees of freedom."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from pandas import DataFrame
+from scipy.special import stdtr, stdtrit
+from sklearn.utils import check_array, check_consistent_length
+from sklearn.utils.validation import check_is_fitted
+
+from pfl_sklearn._client_tables import SummaryTable, class_quantity
+from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn.base import check_level
+from pfl_sklearn.linear_model._mixed._normal_rows._degrees_of_freedom import (
+    JointTest,
+    variance_information,
+)
+from pfl_sklearn.linear_model._mixed._normal_rows._robust_errors import robust_errors
+
+_METHODS = ("auto", "satterthwaite", "kenward_roger", "averaged", "normal")
+_ERRORS = ("model", "robust", "CR0")
+_COLUMNS = ("estimate", "std_error", "statistic", "df", "p_value", "lower", "upper")
+JOINT = "joint F"  # label of the test of all rows
+
+
+class _Tests(NamedTuple):
+    """Errors and degrees of freedom of combinations L (k, p), and a test of all of them."""
+
+    variances: Floats
+    dfs: Floats
+    joint: JointTest | None
+
+
+class ContrastMixin:
+    """Mixin of the mixed models: tests of combinations of population coefficients."""
+
+    def contrast(
+        self: Any,
+        weights: Any,
+        *,
+        df: str = "auto",
+        errors: str = "model",
+        X: TableLike = None,
+        y: TableLike = None,
+        groups: TableLike = None,
+        level: float = 0.95,
+        feature_names: Sequence[str] | None = None,
+    ) -> DataFrame:
+        """Estimates and tests of combinations of the population's coefficients.
+
+        Parameters
+        ----------
+        weights : dict, DataFrame or array-like of shape (p,) or (k, p)
+            Weights of the coefficients: a dict of names and numbers (``{"treated": 1, "placebo":
+            -1}``), a dict of labels and such dicts for several combinations, a DataFrame with the
+            combinations as rows, or an array in the order of the fixed part of :meth:`summary`.
+            "intercept" is the intercept, and with K > 2 classes a name is "class: term". Names that
+            are left out have the weight 0.
+        df : {"auto", "satterthwaite", "kenward_roger", "averaged", "normal"}, default="auto"
+            Degrees of freedom, for which estimated variances need more than a normal test:
+
+            - "satterthwaite": plug-in errors, and t tests with the degrees of freedom of
+              Satterthwaite, by the observed information on the variances;
+            - "kenward_roger": their larger errors, and degrees of freedom by the expected
+              information (needs ``method="reml"``);
+            - "averaged": errors of :attr:`population_covariance_`, which are averaged over the
+              variances, and normal tests;
+            - "normal": plug-in errors and normal tests;
+            - "auto": "satterthwaite" for linear models without `groupings` that were fitted by
+              likelihood, and "averaged" for all others: classes and counts, `groupings`, releases,
+              and other priors.
+        errors : {"model", "robust", "CR0"}, default="model"
+            "robust": errors of a linear model that hold whatever the covariance of a client's rows
+            is (heteroscedastic, autocorrelated, heavy-tailed), from the residuals of clients: CR2,
+            with the degrees of freedom of Bell and McCaffrey. "CR0": the plain sandwich, which is
+            too small with few clients. Both need the rows of ``fit``, and no `df`; they are not
+            there with `groupings`.
+        X, y, groups : rows of ``fit``
+            For robust errors, as models keep no rows.
+        level : float in (0, 1), default=0.95
+            Coverage of the intervals.
+        feature_names : array-like of str, shape (d,), default=None
+            As for :meth:`summary`.
+
+        Returns
+        -------
+        DataFrame
+            Indexed by the combinations, with columns estimate, std_error, statistic (estimate over
+            std_error), df (infinite for normal tests), p_value (two-sided), lower and upper.
+            Several combinations with `errors` of the model get one more row, "joint F": the F test
+            (chi-square over its degrees of freedom, if `df` is infinite) of the hypothesis that all
+            of them are 0, with the degrees of freedom of its denominator. Those of its numerator,
+            ``attrs["numerator_df"]``, are the number of linearly independent combinations.
+
+        Raises
+        ------
+        ValueError
+            For names that are no coefficients, weights that are all 0, combinations that the rows
+            of ``fit`` do not determine, methods that the fit does not go with, and if degrees of
+            freedom are asked of a released model or that of one client. With robust errors for
+            models that are not linear, or have `groupings`, and for rows that are not those of
+            ``fit``.
+
+        References
+        ----------
+        Bell, R. M. and McCaffrey, D. F. (2002). Bias reduction in standard errors for linear
+        regression with multi-stage samples. Survey Methodology. Kenward, M. G. and Roger, J. H.
+        (1997). Small sample inference for fixed effects from restricted maximum likelihood.
+        Biometrics. Pustejovsky, J. E. and Tipton, E. (2018). Small-sample methods for
+        cluster-robust variance estimation and hypothesis testing in fixed effects models. Journal
+        of Business and Economic Statistics. Kuznetsova, A., Brockhoff, P. B. and Christensen,
+        R. H. B. (2017). lmerTest package: tests in linear mixed effects models. Journal of
+        Statistical Software.
+
+        Examples
+        --------
+        >>> from pfl_sklearn.datasets import load_county_elections
+        >>> from pfl_sklearn.linear_model import PersonalizedLinearRegression
+        >>> votes = load_county_elections().frame.query("state == 'IA'")
+        >>> share = 100 * votes["votes_rep"] / (votes["votes_rep"] + votes["votes_dem"])
+        >>> model = PersonalizedLinearRegression(random="intercept")
+        >>> model = model.fit(votes[["year"]], share, groups=votes["fips"])
+        >>> model.contrast({"year": 4})[["estimate", "std_error", "df"]].round(2)
+                estimate  std_error     df
+        4 year      2.64       0.13  494.0
+        """
+        check_is_fitted(self)
+        check_level(level)
+        if df not in _METHODS:
+            raise ValueError(f"df must be one of {', '.join(_METHODS)}; got {df!r}.")
+        if errors not in _ERRORS:
+            raise ValueError(f"errors must be one of {', '.join(_ERRORS)}; got {errors!r}.")
+        names, coefficients = self._population_terms(self._named_design(feature_names))
+        labels, L = _combinations(weights, names)
+        self._check_estimable(labels, L)
+        estimates = L @ coefficients
+        if errors == "model":
+            tests = self._tests_of(L, estimates, df)
+        else:
+            tests = self._robust_tests_of(L, errors, df, (X, y, groups))
+        rows = _rows(estimates, np.sqrt(tests.variances), tests.dfs, level)
+        if len(L) > 1 and tests.joint is not None:
+            joint = tests.joint
+            rows.append((np.nan, np.nan, joint.statistic, joint.df, joint.p_value, *[np.nan] * 2))
+            labels = [*labels, JOINT]
+        table = SummaryTable(rows, columns=list(_COLUMNS), index=labels)
+        table.columns.name = class_quantity(self, "log odds")
+        if tests.joint is not None:
+            table.attrs["numerator_df"] = tests.joint.numerator_df
+        return table
+
+    def _add_tests(self: Any, table, p):
+        """Add tests of the p fixed effects, which come first, to a summary."""
+        at = np.flatnonzero(~self._errors.is_open)
+        tested = self.contrast(np.eye(p)[at])[: len(at)] if len(at) else DataFrame(columns=_COLUMNS)
+        for name in ("std_error", "statistic", "df", "p_value"):
+            values = np.full(len(table), np.nan)
+            values[at] = tested[name]
+            table[name] = values
+
+    def _check_estimable(self: Any, labels, L):
+        """Raise ValueError for combinations that the rows of fit do not determine."""
+        p = len(self._design.names)
+        inside = self._estimable_rows(L.reshape(-1, p)).reshape(len(L), -1).all(axis=1)
+        if not inside.all():
+            space = self._row_space
+            raise ValueError(
+                f"the rows of fit do not determine {labels[int(np.argmin(inside))]!r}, because in "
+                f"all of them {space.texts(np.arange(len(space.errors)))}."
+            )
+
+    def _tests_of(self: Any, L, estimates, method):
+        """_Tests of combinations L (k, p)."""
+        reason = self._no_degrees_of_freedom()
+        if method == "auto":
+            method = "averaged" if reason else "satterthwaite"
+        if method in ("averaged", "normal"):
+            covariance = self._errors.estimable_covariance(method == "averaged")
+            middle = L @ covariance @ L.T
+            if not np.isfinite(middle).all():
+                raise ValueError(
+                    f"contrast needs errors of the population, which a fit with "
+                    f"{self._parameter_text()} does not have."
+                )
+            joint = _joint_chi_square(middle, estimates)
+            return _Tests(np.maximum(np.diag(middle), 0.0), np.full(len(L), np.inf), joint)
+        if reason:
+            raise ValueError(f"df={method!r} {reason}; expected df='averaged' or df='normal'.")
+        information, L = self._variance_information(), L[:, self._design.order]
+        if method == "satterthwaite":
+            joint = information.joint_satterthwaite(L, estimates)
+            return _Tests(information.variances(L), information.satterthwaite(L), joint)
+        if self.method != "reml":
+            raise ValueError(f"df='kenward_roger' needs method='reml'; got {self.method!r}.")
+        adjusted = information.kenward_roger()
+        joint = adjusted.test(*_independent(L, estimates))
+        return _Tests(adjusted.variances(L), adjusted.degrees_of_freedom(L), joint)
+
+    def _robust_tests_of(self: Any, L, errors, df, rows):
+        """_Tests of combinations L (k, p) by the residuals of the rows of fit."""
+        name = f"errors={errors!r}"
+        if df != "auto":
+            raise ValueError(f"{name} has degrees of freedom of its own; got df={df!r}.")
+        if reason := self._no_degrees_of_freedom():
+            raise ValueError(f"{name} {reason}.")
+        X, y, groups = rows
+        if X is None or y is None or groups is None:
+            raise ValueError(f"{name} needs X, y and groups, the rows of fit; got None among them.")
+        _, x, codes, _ = self._row_predictions(X, groups)
+        y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
+        check_consistent_length(x, y)
+        counts = np.bincount(codes[codes >= 0], minlength=len(self.clients_))
+        if (codes < 0).any() or not np.array_equal(counts, self.n_samples_per_client_):
+            raise ValueError(
+                f"{name} needs the rows of fit, {self.n_samples_per_client_.sum()} of "
+                f"{len(self.clients_)} clients; got {len(x)} other ones."
+            )
+        population = self._design.vectors(self.population_coef_, self.population_intercept_)
+        found = robust_errors(
+            x, y - x @ population, codes, L, self._between, self.noise_variance_, errors != "CR0"
+        )
+        return _Tests(found.variances, found.dfs, None)
+
+    def _no_degrees_of_freedom(self: Any):
+        """Why a fit has normal tests alone; "" if it has others."""
+        if not hasattr(self, "noise_variance_"):
+            return "is for linear models: classes and counts have normal tests"
+        if getattr(self, "_levels", ()):
+            return "is for a single grouping of the rows; this fit has groupings"
+        if len(getattr(self, "clients_", ())) != self.privacy_.n_clients:
+            return "needs the fit of all clients, not a model of release() or for_client()"
+        if self._shape is None or math.isfinite(self.epsilon):
+            return "needs variances that were estimated by likelihood, of several clients"
+        posterior = getattr(self._posterior, "plug_in", self._posterior)
+        return "" if hasattr(posterior, "rows") else "needs clients that share a population"
+
+    def _variance_information(self: Any):
+        """VarianceInformation of the fit, with columns in the order of the posterior."""
+        shape, free_noise = self._shape
+        design, posterior = self._design, getattr(self._posterior, "plug_in", self._posterior)
+        deviations = design.vectors(
+            self.coef_ - self.population_coef_, self.intercept_ - self.population_intercept_
+        )
+        steps = None if shape is None else self._covariance_directions(posterior.noise)
+        n_rows = int(self.n_samples_per_client_.sum())
+        return variance_information(
+            posterior,
+            deviations[:, design.random],
+            steps,
+            free_noise,
+            n_rows,
+            self.method == "reml",
+        )
+
+
+def _combinations(weights, names):
+    """Labels and weights (k, p) of combinations of the named coefficients."""
+    if isinstance(weights, DataFrame):
+        weights = {label: dict(row) for label, row in weights.iterrows()}
+    if isinstance(weights, Mapping):
+        several = any(isinstance(value, Mapping) for value in weights.values())
+        rows = weights if several else {None: weights}
+        L = np.array([_vector(row, names) for row in rows.values()]).reshape(len(rows), len(names))
+        labels = list(rows) if several else [_text(L[0], names)]
+    else:
+        L = np.atleast_2d(np.asarray(weights, dtype=float))
+        if L.ndim != 2 or L.shape[1] != len(names):
+            raise ValueError(
+                f"weights must have {len(names)} columns, one for each of {names}; got an array of "
+                f"shape {np.shape(weights)}."
+            )
+        labels = [_text(row, names) for row in L]
+    is_open = ~(np.isfinite(L).all(axis=1) & L.any(axis=1))
+    if not len(L) or is_open.any():
+        raise ValueError(f"weights must be finite, and not all 0; got {weights!r}.")
+    return labels, L
+
+
+def _vector(row, names):
+    unknown = [name for name in row if name not in names]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no coefficient; expected names among {names[:20]}.")
+    return [float(row.get(name, 0.0)) for name in names]
+
+
+def _text(row, names):
+    """Text of a combination: "treated - placebo"."""
+    text = ""
+    for weight, name in zip(row, names, strict=True):
+        if weight == 0:
+            continue
+        term = name if abs(weight) == 1 else f"{abs(weight):g} {name}"
+        sign = "-" if weight < 0 else "+"
+        text += f" {sign} {term}" if text else ("-" if weight < 0 else "") + term
+    return text
+
+
+def _rows(estimates, errors, dfs, level):
+    """Values of the columns of a table, row by row."""
+    # Of a known population nothing is to be tested.
+    statistics = np.divide(estimates, errors, out=np.full(len(errors), np.nan), where=errors > 0)
+    p_values = 2 * stdtr(dfs, -np.abs(statistics))
+    half = stdtrit(dfs, 0.5 + level / 2) * errors
+    columns = (estimates, errors, statistics, dfs, p_values, estimates - half, estimates + half)
+    return list(zip(*columns, strict=True))
+
+
+def _joint_chi_square(covariance, estimates):
+    """JointTest of estimates (k,) with a known covariance."""
+    values, vectors = np.linalg.eigh(covariance)
+    is_free = values > 1e-10 * values.max(initial=0.0)
+    squares = (vectors[:, is_free].T @ estimates) ** 2 / values[is_free]
+    return JointTest(float(squares.mean()) if is_free.any() else np.nan, int(is_free.sum()), np.inf)
+
+
+def _independent(L, estimates):
+    """As many linearly independent combinations as there are."""
+    size = np.linalg.norm(L, axis=1)
+    left, values, _ = np.linalg.svd(L / size[:, None], full_matrices=False)
+    rank = int(np.sum(values > 1e-10 * values[0]))
+    back = left[:, :rank].T / size
+    return back @ L, back @ estimates

@@ -288,6 +288,19 @@ class ClientColumn(
         """
         return self._with_rows("predict_interval", X, **params)
 
+    @available_if(model_has("predict_total"))
+    def predict_total(self, X: TableLike, **params: Any) -> pd.DataFrame:
+        """Totals of predictions for rows, by the fitted model's own ``predict_total``.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            As in ``fit``.
+        **params : dict
+            Other arguments of the model's ``predict_total``, such as ``by``.
+        """
+        return self._with_rows("predict_total", X, **params)
+
     @available_if(model_has("personalize"))
     def personalize(self, X: TableLike, y: TableLike, **params: Any) -> Self:
         """Give clients their own part of the fitted model, by its own ``personalize``.

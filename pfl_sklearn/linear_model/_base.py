@@ -26,6 +26,7 @@ from pfl_sklearn.linear_model._made_up_rows import PlansRegressions
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
 from pfl_sklearn.linear_model._row_space import RowSpace, warn_rows_outside
 from pfl_sklearn.linear_model._summary_tables import PopulationSummaryMixin
+from pfl_sklearn.linear_model._totals import TotalsMixin
 from pfl_sklearn.priors._resolve import default_prior
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._ledger import charge_fit
@@ -45,6 +46,7 @@ class FitParameters(SimpleNamespace):
 
 class BasePersonalizedRegression(
     ContrastMixin,
+    TotalsMixin,
     PopulationSummaryMixin,
     EffectTableMixin,
     CoefTableMixin,

@@ -43,6 +43,7 @@ from pfl_sklearn.linear_model._private._linear_fit import (
     private_table_of_statistics,
 )
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_unidentified
+from pfl_sklearn.linear_model._totals import RowMeans
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._resolve import resolve_prior
 from pfl_sklearn.privacy._ledger import charge_fit
@@ -591,6 +592,11 @@ class PersonalizedLinearRegression(
         if not return_std:  # no posterior is needed, and none is averaged
             return mean
         return mean, self._mask_inestimable(x, np.sqrt(self._row_variances(x, codes, levels)))
+
+    def _row_means(self, X, groups):
+        means, x, codes, _ = self._row_predictions(X, groups)
+        noise = np.full(len(x), self.noise_variance_)
+        return RowMeans(x, codes, means, np.ones(len(x)), noise, "identity")
 
     def predict_interval(
         self, X: TableLike, *, groups: TableLike = None, level: float = 0.95, new_row: bool = False

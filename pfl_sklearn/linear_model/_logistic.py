@@ -27,6 +27,7 @@ from pfl_sklearn.linear_model._mixed._families import class_family
 from pfl_sklearn.linear_model._mixed._predictions import averaged_probabilities, probability_bounds
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import PrivateStart
+from pfl_sklearn.linear_model._totals import RowMeans
 
 _HIGHEST_LEVEL = 0.99  # at which 8,192 values have 41 in a tail
 _LATENT_VARIANCE = np.pi**2 / 3  # of the logistic distribution
@@ -299,6 +300,20 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         if not integrate:
             return class_probabilities(self._predictors_with(X, groups, offset)[0])
         return averaged_probabilities(self._predictor_law(X, groups, offset)[0])
+
+    def _row_means(self, X, groups, offset=None):
+        law, x = self._predictor_law(X, groups, offset)
+        if law.predictors.shape[1] > 1:
+            raise ValueError(
+                f"predict_total needs two classes; got a model of {len(self.classes_)}."
+            )
+
+        def means(shift):
+            return averaged_probabilities(law._replace(predictors=law.predictors + shift))[:, 1]
+
+        mean, step = means(0.0), 0.05
+        slopes = (means(step) - means(-step)) / (2 * step)
+        return RowMeans(x, law.codes, mean, slopes, mean * (1 - mean), "logit")
 
     def predict_interval(
         self,

@@ -21,6 +21,7 @@ from pfl_sklearn.linear_model._mixed._posterior import skewed_bounds
 from pfl_sklearn.linear_model._mixed._predictions import averaged_exponentials, response_bounds
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import PrivateStart
+from pfl_sklearn.linear_model._totals import RowMeans
 
 _LARGEST_LOG_VARIANCE = 200.0  # of a log rate: e^600 times e^100 is finite
 _LARGEST_EXPOSURE = 1e100  # and 1 over the smallest: exponentials of log rates stay finite
@@ -354,6 +355,12 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         far = np.minimum(spread + errors, _LARGEST_LOG_VARIANCE)
         std = bounded_exp(log_average) * np.sqrt(np.expm1(np.maximum(far, 0.0)))
         return mean, self._mask_inestimable(x, std)
+
+    def _row_means(self, X, groups, exposure=None, offset=None):
+        means = self.predict(X, groups=groups, exposure=exposure, offset=offset)
+        _, x, codes, _ = self._row_predictions(X, groups)
+        noise = means + (self.dispersion_ if self._row_family.has_dispersion else 0.0) * means**2
+        return RowMeans(x, codes, means, means, noise, "log")
 
     def predict_interval(
         self,

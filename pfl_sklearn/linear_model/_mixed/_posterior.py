@@ -12,7 +12,7 @@ import numpy as np
 from scipy.special import ndtri
 
 from pfl_sklearn._variance_averaging import ClientIntervals, blend
-from pfl_sklearn.linear_model._algebra import row_slices, solve_lower
+from pfl_sklearn.linear_model._algebra import row_slices, solve_lower, square_root
 
 _HIGHEST_TAIL = np.nextafter(1.0, 0.0)  # of an interval: rounding may leave 1, an infinite bound
 _MOST_SKEWED = 1.0  # of a half-normal density; beyond it the expansion is not monotone
@@ -59,6 +59,15 @@ class RowPosterior(NamedTuple):
     def given_population(self, x, codes):
         """Covariances (n, a, a) of x theta for x (n, a, p), were the population's known."""
         return self._summed_covariances(x, codes, with_error=False)
+
+    def error_effects(self, x, codes):
+        """Effects (n, rank) on x' theta, for x (n, p), of independent errors of the population."""
+        x, result = x * self.scale, np.empty((len(x), self.error_root.shape[1]))
+        for part in row_slices(len(x), self.rows[0].size, _WHITENED_CELLS):
+            rows = self.whitened(codes[part])
+            pulled = np.einsum("bkp,bp->bk", rows, x[part] @ self.ratio)
+            result[part] = (x[part] - np.einsum("bk,bkp->bp", pulled, rows)) @ self.error_root
+        return result
 
     def _summed_covariances(self, x, codes, with_error):
         n, a, p = x.shape
@@ -346,6 +355,12 @@ class PopulationErrors:
         at = np.argsort(self._order)
         over_variances = self.averaged.averages.population_covariance[np.ix_(at, at)]
         return blend(self.averaged.share, over_variances, self._covariance)
+
+    def root(self):
+        """Root (p, r) of the covariance of the coefficients given the variances."""
+        if self._roots is not None:
+            return self._roots[0]
+        return square_root(np.nan_to_num(self._covariance, nan=0.0))
 
     def variances(self, x):
         """Variances (n,) of x' beta for rows x (n, p) of the population, which are estimable."""

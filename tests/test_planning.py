@@ -170,6 +170,7 @@ def test_means_of_the_rows_are_known_without_privacy():
     assert table["clients"].iloc[0] > 0.1
 
 
+@pytest.mark.slow
 def test_the_inverse():
     estimator, (population, m, n), given = guess_of(SETTINGS["means"])
     given["n_simulations"] = 15

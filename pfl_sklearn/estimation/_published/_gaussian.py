@@ -10,6 +10,7 @@ from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._clients import Array, encode_clients, format_id, match_clients
 from pfl_sklearn._typing import Floats, Integers, TableLike
+from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import read_rows
 from pfl_sklearn.estimation._published._base import published_report, refuse_unused
 from pfl_sklearn.estimation._published._population import (
@@ -29,6 +30,7 @@ from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.statistics import ClientStatistics
 
 _LEAST_EPSILON = 1e-3  # the noise of a single row is a thousand times its range, and more
+_ENOUGH_ROWS = 4.0  # standard deviations of their noise; below, means are drawn to the middle
 _OF_OTHER_RELEASES = ("clip_norm", "noise_variance_bound", "n_bits", "participants")
 _PUBLISHED = (
     *("means_", "stds_", "local_means_", "noise_std_", "shrinkage_", "population_mean_"),
@@ -140,6 +142,8 @@ def _published(params, prior, sums):
     release = release_with_sizes if has_list else release_means
     made = release(sums, grid, params.epsilon, noise is not None, params.random_state)
     # From here on only what was released and what is public is read.
+    if made.sizes is not None and known.mean is None:
+        _warn_of_few_rows(made)
     nodes = plausible_populations(made.released, known)
     attributes = _attributes(params, prior, made.released, nodes)
     sizes = squares = ""
@@ -166,6 +170,19 @@ def _published(params, prior, sums):
     if sums.rounding:
         assumptions.append("rows were cut to bounds before their statistics were computed")
     return attributes, published_report(params, _PUBLISHED, facts, len(sums.n_rows), *assumptions)
+
+
+def _warn_of_few_rows(made):
+    """Warn of noised numbers of rows that do not tell how many there are in all."""
+    noise = np.sqrt(len(made.released.n_rows)) * made.sizes.noise_std
+    if made.n_rows <= _ENOUGH_ROWS * noise:
+        warn_caller(
+            f"the noised numbers of rows add up to {made.n_rows}, and their noise has a standard "
+            f"deviation of {noise:.0f}: the population's mean is drawn to the middle of bounds, "
+            "and its error is too small. Take a larger epsilon, or public numbers of rows "
+            "(clients=None).",
+            UserWarning,
+        )
 
 
 def _attributes(params, prior, released, nodes):

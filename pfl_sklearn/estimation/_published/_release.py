@@ -182,6 +182,7 @@ class RowRelease(NamedTuple):
     sums: DiscreteLaplaceMechanism
     squares: DiscreteLaplaceMechanism | None
     sizes: DiscreteLaplaceMechanism | None = None
+    n_rows: int = 0  # sum of the noised numbers of rows
 
 
 def release_means(
@@ -236,7 +237,7 @@ def release_with_sizes(
     scales = np.hypot(scale, largest * np.sqrt(variance / 2)) / n_rows
     means = sum(grid.bounds) / 2 + distances
     released = ReleasedMeans(means, scales, n_rows, grid.bounds, squares, plausible)
-    return RowRelease(released, of_sums, of_squares, of_sizes)
+    return RowRelease(released, of_sums, of_squares, of_sizes, int(sizes.sum()))
 
 
 def _moments_of(values, chances):

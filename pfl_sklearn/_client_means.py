@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import pandas as pd
 from scipy.optimize import brentq
-from scipy.special import ndtri
+from scipy.special import ndtr, ndtri
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_tables import (
@@ -213,6 +213,60 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         means = moved_to_total(self.means_, self.stds_**2, w, total, self._range_of_means)
         index = pd.Index(self.clients_, name="client")
         series = pd.Series(means, index, name="mean")
+        if note := coverage_note(self):
+            series.attrs["privacy"] = note
+        return series
+
+    def exceedance(self, threshold: Any) -> pd.Series:
+        """Posterior probability that a client's mean is above a threshold.
+
+        Parameters
+        ----------
+        threshold : float, Series indexed by client, or array-like of shape (n_clients,)
+            Threshold of all clients, or of each in the order of ``clients_``, in units of the
+            means; of proportions within (0, 1), of rates above 0.
+
+        Returns
+        -------
+        Series
+            Probabilities indexed by client. After a private fit ``attrs["privacy"]`` says whether
+            the promise covers them.
+
+        Raises
+        ------
+        ValueError
+            If means have several outputs, or a threshold is out of range.
+
+        Notes
+        -----
+        They are of the posterior of :meth:`credible_interval`: its quantiles are interpolated on
+        the scale of a normal variable, so that they are exact to about 1e-4 between 1e-6 and
+        1 - 1e-6, and 0 or 1 beyond.
+        """
+        self._require_fitted("means_")
+        if self.means_.ndim == 2:
+            raise ValueError("exceedance takes means of one output; fit each output by itself.")
+        if hasattr(threshold, "reindex"):  # by client, in any order
+            threshold = threshold.reindex(self.clients_)
+        values, (low, high) = np.asarray(threshold, dtype=float), self._range_of_means
+        is_inside = (values > low) & (values < high)
+        if values.shape not in ((), self.means_.shape) or not is_inside.all():
+            raise ValueError(
+                f"threshold must be one number or {len(self.means_)}, between {low:g} and {high:g};"
+                f" got {threshold!r}."
+            )
+        # Quantiles at normal scores, from the smallest to the largest.
+        scores = 0.01 + 4.79 * np.linspace(0, 1, 33) ** 1.4
+        bounds = np.array([self._interval(level) for level in 2 * ndtr(scores) - 1])
+        quantiles = np.concatenate([bounds[::-1, 0], bounds[:, 1]])
+        scores = np.concatenate([-scores[::-1], scores])
+        thresholds = np.broadcast_to(values, self.means_.shape)
+        found = [
+            np.interp(t, each, scores, left=-np.inf, right=np.inf)
+            for t, each in zip(thresholds, quantiles.T, strict=True)
+        ]
+        index = pd.Index(self.clients_, name="client")
+        series = pd.Series(ndtr(-np.array(found)), index, name="exceedance")
         if note := coverage_note(self):
             series.attrs["privacy"] = note
         return series

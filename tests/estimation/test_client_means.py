@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from numpy.testing import assert_allclose
+from scipy import stats
 
 from pfl_sklearn._client_means import (
     CLIENT_ATTRIBUTES,
@@ -17,6 +18,7 @@ from pfl_sklearn._clients import row_counts, segment_sums
 from pfl_sklearn.base import read_rows
 from pfl_sklearn.estimation import BernoulliMean, GaussianMean, PoissonMean
 from pfl_sklearn.online import CollaborativeMean
+from pfl_sklearn.priors import BetaPrior, GammaPrior, GaussianPrior
 
 X, GROUPS = np.zeros((8, 2)), np.repeat(["a", "b", "c", "d"], 2)
 Y = np.array([0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0])
@@ -141,3 +143,98 @@ def test_totals_that_cannot_be(kind, total, weights, message):
     two = GaussianMean().fit(np.zeros((4, 1)), np.eye(4)[:, :2], groups=[0, 0, 1, 1])
     with pytest.raises(ValueError, match="means of one output"):
         two.benchmark(1.0)
+
+
+# Exceedance.
+
+
+KNOWN = {
+    "means": (
+        lambda: GaussianMean(GaussianPrior(1.0, 4.0), noise_variance=2.0).fit(
+            np.zeros((30, 1)), np.arange(30.0) % 7, groups=np.repeat(range(5), [2, 4, 6, 8, 10])
+        ),
+        lambda model, t: stats.norm.sf(t, model.means_, model.stds_),
+    ),
+    "proportions": (
+        lambda: BernoulliMean(BetaPrior(2.0, 3.0)).fit_counts([0, 3, 9, 5], [4, 6, 10, 9]),
+        lambda model, t: stats.beta.sf(
+            t, 2.0 + np.array([0, 3, 9, 5]), 3.0 + np.array([4, 3, 1, 4])
+        ),
+    ),
+    "rates": (
+        lambda: PoissonMean(GammaPrior(2.0, 1.0)).fit_counts([0, 9, 31], exposure=[1.0, 4.0, 5.5]),
+        lambda model, t: stats.gamma.sf(
+            t, 2.0 + np.array([0, 9, 31]), scale=1 / (1 + np.array([1.0, 4.0, 5.5]))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_exceedance_is_of_the_posterior(kind):
+    fit, expected = KNOWN[kind]
+    model = fit()
+    thresholds = {
+        "means": [-9.0, 2.0, 2.9],
+        "proportions": [0.02, 0.4, 0.99],
+        "rates": [0.1, 1.5, 9.0],
+    }
+    for threshold in thresholds[kind]:
+        found = model.exceedance(threshold)
+        assert_allclose(found, expected(model, threshold), atol=3e-4)
+    assert found.index.tolist() == model.clients_.tolist()
+    own = pd.Series(model.means_, index=model.clients_)
+    assert_allclose(model.exceedance(own[::-1]), expected(model, model.means_), atol=3e-4)
+
+
+def test_exceedance_at_the_bounds_of_intervals():
+    """Also where errors are averaged over variances."""
+    model = BENCHMARKED["means"]()
+    lower, upper = model.credible_interval(0.9)
+    assert_allclose(model.exceedance(lower), 0.95, atol=2e-3)
+    assert_allclose(model.exceedance(upper), 0.05, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "threshold", "message"),
+    [
+        ("proportions", 1.5, "threshold must be one number or 4, between 0 and 1; got 1.5"),
+        ("rates", -1.0, "between 0 and inf"),
+        ("means", [1.0, 2.0], "threshold must be one number or 5"),
+        ("means", np.nan, "threshold must be one number or 5"),
+    ],
+)
+def test_thresholds_that_cannot_be(kind, threshold, message):
+    with pytest.raises(ValueError, match=message):
+        BENCHMARKED[kind]().exceedance(threshold)
+
+
+# Meta-analysis: the trials of the BCG vaccine, as metafor prints them.
+
+
+def bcg_trials():
+    """Log relative risks and their variances."""
+    treated = np.array([4, 6, 3, 62, 33, 180, 8, 505, 29, 17, 186, 5, 27])
+    well = [119, 300, 228, 13536, 5036, 1361, 2537, 87886, 7470, 1699, 50448, 2493, 16886]
+    control = np.array([11, 29, 11, 248, 47, 372, 10, 499, 45, 65, 141, 3, 29])
+    others = [128, 274, 209, 12619, 5761, 1079, 619, 87892, 7232, 1600, 27197, 2338, 17825]
+    sizes = treated + well, control + others
+    effects = np.log(treated / sizes[0]) - np.log(control / sizes[1])
+    return effects, 1 / treated - 1 / sizes[0] + 1 / control - 1 / sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("method", "mean", "error", "between"),
+    [
+        ("reml", -0.7145, 0.1798, 0.3132),
+        ("moments", -0.7141, 0.1787, 0.3088),  # DerSimonian and Laird
+        ("ml", -0.7112, 0.1719, 0.2800),
+    ],
+)
+def test_random_effects_meta_analysis(method, mean, error, between):
+    effects, variances = bcg_trials()
+    model = GaussianMean(method=method, noise_variance=1.0, uncertainty="plug_in")
+    model.fit(np.zeros((13, 1)), effects, groups=np.arange(13), sample_weight=1 / variances)
+    assert model.population_mean_ == pytest.approx(mean, abs=5e-5)
+    assert model.population_mean_std_ == pytest.approx(error, abs=5e-5)
+    assert float(np.squeeze(model.prior_.covariance)) == pytest.approx(between, abs=5e-5)

@@ -2,6 +2,7 @@
 
 from pfl_sklearn.compose._client_column import ClientColumn
 from pfl_sklearn.compose._client_feature import ClientAsFeature
+from pfl_sklearn.compose._client_mean_columns import ClientMeans
 from pfl_sklearn.compose._selector import ClientSelector
 from pfl_sklearn.compose._stack.estimators import (
     PersonalizedStackingClassifier,
@@ -12,6 +13,7 @@ from pfl_sklearn.compose._table_encoder import TableEncoder
 __all__ = [
     "ClientAsFeature",
     "ClientColumn",
+    "ClientMeans",
     "ClientSelector",
     "PersonalizedStackingClassifier",
     "PersonalizedStackingRegressor",

@@ -23,7 +23,7 @@ from pfl_sklearn._client_tables import (
     coverage_note,
     mark_coverage,
 )
-from pfl_sklearn._clients import Array, EncodedClients, match_clients
+from pfl_sklearn._clients import Array, EncodedClients, format_id, match_clients
 from pfl_sklearn._compat import BaseEstimator, names_class, num_samples
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, FitRows, check_level, client_values
@@ -247,10 +247,13 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         if self.means_.ndim == 2:
             raise ValueError("exceedance takes means of one output; fit each output by itself.")
         if hasattr(threshold, "reindex"):  # by client, in any order
+            missing = pd.Index(self.clients_).difference(threshold.index)
+            if len(missing):
+                raise ValueError(f"threshold has none for client {format_id(missing[0])}.")
             threshold = threshold.reindex(self.clients_)
-        values, (low, high) = np.asarray(threshold, dtype=float), self._range_of_means
-        is_inside = (values > low) & (values < high)
-        if values.shape not in ((), self.means_.shape) or not is_inside.all():
+        values, (low, high) = np.asarray(threshold), self._range_of_means
+        is_number = values.dtype.kind in "iuf" and values.shape in ((), self.means_.shape)
+        if not is_number or not ((values > low) & (values < high)).all():
             raise ValueError(
                 f"threshold must be one number or {len(self.means_)}, between {low:g} and {high:g};"
                 f" got {threshold!r}."

@@ -297,8 +297,12 @@ class ClientColumn(
         X : array-like of n_rows rows
             As in ``fit``.
         **params : dict
-            Other arguments of the model's ``predict_total``, such as ``by``.
+            Other arguments of the model's ``predict_total``. `by` may also be the name of a column
+            of X.
         """
+        by = params.get("by")
+        if isinstance(by, str):
+            params["by"] = split_columns(X, {"by": by})[1][0]
         return self._with_rows("predict_total", X, **params)
 
     @available_if(model_has("personalize"))

@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
+import narwhals as nw
 import numpy as np
-from pandas import DataFrame
+from pandas import DataFrame, Series
 from scipy.special import stdtr, stdtrit
-from sklearn.utils import check_array, check_consistent_length
+from sklearn.utils import check_array, check_consistent_length, column_or_1d
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._client_tables import SummaryTable, class_quantity
+from pfl_sklearn._compat import check_sample_weight
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import check_level
 from pfl_sklearn.linear_model._mixed._normal_rows._degrees_of_freedom import (
@@ -23,6 +26,8 @@ _METHODS = ("auto", "satterthwaite", "kenward_roger", "averaged", "normal")
 _ERRORS = ("model", "robust", "CR0")
 _COLUMNS = ("estimate", "std_error", "statistic", "df", "p_value", "lower", "upper")
 JOINT = "joint F"  # label of the test of all rows
+_LARGEST_SCORE = 0.01  # standard deviations of a score, which is 0 at the estimates
+_INDEPENDENT = 1e-10  # smallest singular value of combinations of length 1
 
 
 class _Tests(NamedTuple):
@@ -45,6 +50,7 @@ class ContrastMixin:
         X: TableLike = None,
         y: TableLike = None,
         groups: TableLike = None,
+        sample_weight: TableLike = None,
         level: float = 0.95,
         feature_names: Sequence[str] | None = None,
     ) -> DataFrame:
@@ -77,8 +83,9 @@ class ContrastMixin:
             with the degrees of freedom of Bell and McCaffrey. "CR0": the plain sandwich, which is
             too small with few clients. Both need the rows of ``fit``, and no `df`; they are not
             there with `groupings`.
-        X, y, groups : rows of ``fit``
-            For robust errors, as models keep no rows.
+        X, y, groups, sample_weight : rows of ``fit``, and their weights if it had any
+            For robust errors, as models keep no rows. With weights, CR2 adjusts residuals times the
+            roots of these.
         level : float in (0, 1), default=0.95
             Coverage of the intervals.
         feature_names : array-like of str, shape (d,), default=None
@@ -139,7 +146,7 @@ class ContrastMixin:
         if errors == "model":
             tests = self._tests_of(L, estimates, df)
         else:
-            tests = self._robust_tests_of(L, errors, df, (X, y, groups))
+            tests = self._robust_tests_of(L, errors, df, (X, y, groups, sample_weight))
         rows = _rows(estimates, np.sqrt(tests.variances), tests.dfs, level)
         if len(L) > 1 and tests.joint is not None:
             joint = tests.joint
@@ -173,30 +180,49 @@ class ContrastMixin:
 
     def _tests_of(self: Any, L, estimates, method):
         """_Tests of combinations L (k, p)."""
-        reason = self._no_degrees_of_freedom()
+        reason: str = self._no_degrees_of_freedom()
+        basis, of_basis = _independent(L, estimates)
+        if method in ("auto", "satterthwaite") and self._residual_df() is not None:
+            return self._exact_tests_of(L, basis, of_basis)
         if method == "auto":
             method = "averaged" if reason else "satterthwaite"
         if method in ("averaged", "normal"):
             covariance = self._errors.estimable_covariance(method == "averaged")
-            middle = L @ covariance @ L.T
-            if not np.isfinite(middle).all():
+            if not np.isfinite(L @ covariance @ L.T).all():
                 raise ValueError(
-                    f"contrast needs errors of the population, which a fit with "
+                    "contrast needs errors of the population, which a fit with "
                     f"{self._parameter_text()} does not have."
                 )
-            joint = _joint_chi_square(middle, estimates)
-            return _Tests(np.maximum(np.diag(middle), 0.0), np.full(len(L), np.inf), joint)
+            joint = _joint_test(basis @ covariance @ basis.T, of_basis, np.inf)
+            return _Tests(_variances(L, covariance), np.full(len(L), np.inf), joint)
         if reason:
             raise ValueError(f"df={method!r} {reason}; expected df='averaged' or df='normal'.")
-        information, L = self._variance_information(), L[:, self._design.order]
+        information, order = self._variance_information(), self._design.order
+        L, basis = L[:, order], basis[:, order]
         if method == "satterthwaite":
-            joint = information.joint_satterthwaite(L, estimates)
+            joint = information.joint_satterthwaite(basis, of_basis)
             return _Tests(information.variances(L), information.satterthwaite(L), joint)
         if self.method != "reml":
             raise ValueError(f"df='kenward_roger' needs method='reml'; got {self.method!r}.")
         adjusted = information.kenward_roger()
-        joint = adjusted.test(*_independent(L, estimates))
+        joint = adjusted.test(basis, of_basis)
         return _Tests(adjusted.variances(L), adjusted.degrees_of_freedom(L), joint)
+
+    def _residual_df(self: Any):
+        """Residual degrees of freedom of one client's least squares; None for other fits."""
+        is_one = self.privacy_.n_clients == 1 and hasattr(self, "noise_variance_")
+        if not is_one or math.isfinite(self.epsilon) or self.noise_variance is not None:
+            return None
+        if self.method != "reml" or not hasattr(self, "clients_"):
+            return None
+        lost = 0 if self._row_space is None else len(self._row_space.errors)
+        df = int(self.n_samples_per_client_.sum()) - len(self._design.names) + lost
+        return df if df > 0 and self.prior_.mean is not None else None
+
+    def _exact_tests_of(self: Any, L, basis, of_basis):
+        df, covariance = self._residual_df(), self._errors.estimable_covariance(False)
+        joint = _joint_test(basis @ covariance @ basis.T, of_basis, float(df))
+        return _Tests(_variances(L, covariance), np.full(len(L), float(df)), joint)
 
     def _robust_tests_of(self: Any, L, errors, df, rows):
         """_Tests of combinations L (k, p) by the residuals of the rows of fit."""
@@ -205,22 +231,32 @@ class ContrastMixin:
             raise ValueError(f"{name} has degrees of freedom of its own; got df={df!r}.")
         if reason := self._no_degrees_of_freedom():
             raise ValueError(f"{name} {reason}.")
-        X, y, groups = rows
+        X, y, groups, weights = rows
         if X is None or y is None or groups is None:
             raise ValueError(f"{name} needs X, y and groups, the rows of fit; got None among them.")
         _, x, codes, _ = self._row_predictions(X, groups)
-        y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
+        y = column_or_1d(check_array(y, ensure_2d=False, dtype=np.float64, input_name="y"))
         check_consistent_length(x, y)
-        counts = np.bincount(codes[codes >= 0], minlength=len(self.clients_))
-        if (codes < 0).any() or not np.array_equal(counts, self.n_samples_per_client_):
-            raise ValueError(
-                f"{name} needs the rows of fit, {self.n_samples_per_client_.sum()} of "
-                f"{len(self.clients_)} clients; got {len(x)} other ones."
-            )
+        if weights is not None:
+            weights = check_sample_weight(weights, x, dtype=np.float64, ensure_non_negative=True)
+            used = weights > 0
+            x, y, codes, root = x[used], y[used], codes[used], np.sqrt(weights[used])
         population = self._design.vectors(self.population_coef_, self.population_intercept_)
-        found = robust_errors(
-            x, y - x @ population, codes, L, self._between, self.noise_variance_, errors != "CR0"
-        )
+        residuals = y - x @ population
+        if weights is not None:
+            x, residuals = x * root[:, None], residuals * root
+        counts = np.bincount(codes[codes >= 0], minlength=len(self.clients_))
+        found = None
+        if (codes >= 0).all() and np.array_equal(counts, self.n_samples_per_client_):
+            found = robust_errors(
+                x, residuals, codes, L, self._between, self.noise_variance_, errors != "CR0"
+            )
+        if found is None or found.largest_score > _LARGEST_SCORE:
+            raise ValueError(
+                f"{name} needs the rows of fit, with their weights: "
+                f"{self.n_samples_per_client_.sum()} rows of {len(self.clients_)} clients, whose "
+                f"estimates these are; got {len(x)} other ones."
+            )
         return _Tests(found.variances, found.dfs, None)
 
     def _no_degrees_of_freedom(self: Any):
@@ -257,31 +293,54 @@ class ContrastMixin:
 
 def _combinations(weights, names):
     """Labels and weights (k, p) of combinations of the named coefficients."""
-    if isinstance(weights, DataFrame):
-        weights = {label: dict(row) for label, row in weights.iterrows()}
-    if isinstance(weights, Mapping):
-        several = any(isinstance(value, Mapping) for value in weights.values())
-        rows = weights if several else {None: weights}
-        L = np.array([_vector(row, names) for row in rows.values()]).reshape(len(rows), len(names))
-        labels = list(rows) if several else [_text(L[0], names)]
+    labels = None
+    if isinstance(weights, Series):
+        weights = weights.to_dict()
+    if hasattr(weights, "columns"):  # a data frame
+        frame = nw.from_native(weights, eager_only=True)
+        rows = [dict(zip(frame.columns, row, strict=True)) for row in frame.rows()]
+        labels = list(weights.index) if isinstance(weights, DataFrame) else None
+        L = np.array([_vector(row, names) for row in rows]).reshape(len(rows), len(names))
+    elif isinstance(weights, Mapping):
+        are_rows = [isinstance(value, Mapping) for value in weights.values()]
+        has_labels = bool(are_rows) and all(are_rows)
+        rows = list(weights.values()) if has_labels else [dict(weights)]
+        labels = list(weights) if has_labels else None
+        L = np.array([_vector(row, names) for row in rows])
     else:
-        L = np.atleast_2d(np.asarray(weights, dtype=float))
-        if L.ndim != 2 or L.shape[1] != len(names):
-            raise ValueError(
-                f"weights must have {len(names)} columns, one for each of {names}; got an array of "
-                f"shape {np.shape(weights)}."
-            )
-        labels = [_text(row, names) for row in L]
+        L = _array(weights, names)
     is_open = ~(np.isfinite(L).all(axis=1) & L.any(axis=1))
     if not len(L) or is_open.any():
         raise ValueError(f"weights must be finite, and not all 0; got {weights!r}.")
+    labels = [_text(row, names) for row in L] if labels is None else labels
+    if JOINT in labels:
+        raise ValueError(f"{JOINT!r} is the label of the joint test; give the combination another.")
     return labels, L
 
 
+def _array(weights, names):
+    """Weights (k, p) in the order of the names."""
+    try:
+        L = np.atleast_2d(np.asarray(weights, dtype=float))
+    except (TypeError, ValueError):
+        L = np.empty((0, 0, 0))
+    if L.ndim != 2 or L.shape[1] != len(names):
+        raise ValueError(
+            "weights must be a dict of names and numbers, or numbers with "
+            f"{len(names)} columns, one for each of {names[:20]}; got {weights!r}."
+        )
+    return L
+
+
 def _vector(row, names):
-    unknown = [name for name in row if name not in names]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is no coefficient; expected names among {names[:20]}.")
+    """Weights (p,) by name."""
+    if len(set(names)) < len(names):
+        raise ValueError(f"names of coefficients must differ to be weighted; got {names[:20]}.")
+    for name, value in row.items():
+        if name not in names:
+            raise ValueError(f"{name!r} is no coefficient; expected names among {names[:20]}.")
+        if not isinstance(value, Real):
+            raise ValueError(f"the weight of {name!r} must be a number; got {value!r}.")
     return [float(row.get(name, 0.0)) for name in names]
 
 
@@ -307,18 +366,30 @@ def _rows(estimates, errors, dfs, level):
     return list(zip(*columns, strict=True))
 
 
-def _joint_chi_square(covariance, estimates):
-    """JointTest of estimates (k,) with a known covariance."""
-    values, vectors = np.linalg.eigh(covariance)
-    is_free = values > 1e-10 * values.max(initial=0.0)
-    squares = (vectors[:, is_free].T @ estimates) ** 2 / values[is_free]
-    return JointTest(float(squares.mean()) if is_free.any() else np.nan, int(is_free.sum()), np.inf)
+def _variances(L, covariance):
+    """Variances (k,) of combinations, which rounding may leave a little below 0."""
+    return np.maximum(np.sum((L @ covariance) * L, axis=1), 0.0)
+
+
+def _joint_test(covariance, estimates, df):
+    """JointTest of estimates (k,) with this covariance (k, k)."""
+    size = np.sqrt(np.maximum(np.diag(covariance), 0.0))
+    if not (size > 0).all():
+        return JointTest(np.nan, len(size), df)
+    scaled = estimates / size
+    solved = np.linalg.lstsq(covariance / np.outer(size, size), scaled, rcond=1e-14)[0]
+    return JointTest(float(scaled @ solved / len(size)), len(size), df)
 
 
 def _independent(L, estimates):
-    """As many linearly independent combinations as there are."""
+    """Linearly independent combinations (r, p) that span L (k, p): these, if they are."""
     size = np.linalg.norm(L, axis=1)
     left, values, _ = np.linalg.svd(L / size[:, None], full_matrices=False)
-    rank = int(np.sum(values > 1e-10 * values[0]))
-    back = left[:, :rank].T / size
-    return back @ L, back @ estimates
+    rank = int(np.sum(values > _INDEPENDENT * values[0]))
+    if rank == len(L):
+        return L, estimates
+    # An orthonormal basis, however often and in which form a combination is given.
+    back = (left[:, :rank] / values[:rank]).T / size
+    basis = back @ L
+    turn = np.linalg.svd(basis, full_matrices=False)
+    return turn[2][:rank], np.diag(1 / turn[1]) @ turn[0].T @ back @ estimates

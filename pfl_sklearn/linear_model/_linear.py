@@ -593,7 +593,9 @@ class PersonalizedLinearRegression(
             return mean
         return mean, self._mask_inestimable(x, np.sqrt(self._row_variances(x, codes, levels)))
 
-    def _row_means(self, X, groups):
+    def _row_means(self, X, groups, **known):
+        if known:
+            raise ValueError(f"predict_total of linear models takes no {', '.join(known)}.")
         means, x, codes, _ = self._row_predictions(X, groups)
         noise = np.full(len(x), self.noise_variance_)
         return RowMeans(x, codes, means, np.ones(len(x)), noise, "identity")

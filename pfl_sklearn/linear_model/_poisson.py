@@ -360,7 +360,11 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         means = self.predict(X, groups=groups, exposure=exposure, offset=offset)
         _, x, codes, _ = self._row_predictions(X, groups)
         noise = means + (self.dispersion_ if self._row_family.has_dispersion else 0.0) * means**2
-        return RowMeans(x, codes, means, means, noise, "log")
+        # Of a lognormal mean, whose standard deviation is larger than that of the delta method.
+        # Where rates are hardly known (a variance of 2 of their logarithm), that says nothing more.
+        spread = np.clip(self._variances(x, codes), 1e-12, 2.0)
+        slopes = means * np.sqrt(np.expm1(spread) / spread)
+        return RowMeans(x, codes, means, slopes, noise, "log")
 
     def predict_interval(
         self,

@@ -1,16 +1,16 @@
 """Totals and means of predictions over groups of rows, with their joint errors."""
 
+import reprlib
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from pandas import DataFrame
 from scipy.special import expit, logit, ndtri
-from sklearn.utils import check_array, check_consistent_length
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._client_tables import SummaryTable
-from pfl_sklearn._clients import encode_clients, encode_levels
+from pfl_sklearn._client_tables import SummaryTable, mark_coverage
+from pfl_sklearn._clients import encode_clients, encode_levels, format_id
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import check_level
 
@@ -94,10 +94,12 @@ class TotalsMixin:
 
         where V_i is the client's posterior covariance given the population, C that of the
         population's coefficients, and K_i the weight that a client's own rows have. Where errors
-        are averaged over the variances (`uncertainty`), it is multiplied by the ratio of averaged
-        and plug-in variances of the clients' parts. For classes and counts rows are multiplied by
-        the average slope of their mean in the linear predictor (the delta method), and intervals
-        are symmetric in the logit of the mean, or those of a lognormal variable.
+        are averaged over the variances (`uncertainty`), what that adds to the variance of each
+        client's part is added, as if it were independent between clients: right for the total of
+        one client, and too much for that of many whose variances are hardly known. For classes
+        rows are multiplied by the average slope of their mean in the linear predictor (the delta
+        method), for counts by the slope with which a single row has its own standard deviation.
+        Intervals are symmetric in the logit of the mean, or those of a lognormal variable.
         """
         check_is_fitted(self)
         check_level(level)
@@ -113,7 +115,7 @@ class TotalsMixin:
         weights = _checked_weights(weights, rows.x)
         sums = np.bincount(of_label, weights, minlength=len(labels))
         if (sums <= 0).any():
-            raise ValueError(f"weights are all 0 for {labels[int(np.argmin(sums))]!r}.")
+            raise ValueError(f"weights are all 0 for {format_id(labels[int(np.argmin(sums))])}.")
         totals = np.bincount(of_label, weights * rows.means, minlength=len(labels))
         variances = self._total_variances(rows, groups, weights, of_label, len(labels))
         if new_row:
@@ -128,7 +130,7 @@ class TotalsMixin:
                 for name, values in columns.items()
             }
         counts = {"n_rows": np.bincount(of_label, minlength=len(labels))}
-        return SummaryTable({**counts, **columns}, index=labels)
+        return mark_coverage(SummaryTable({**counts, **columns}, index=labels), self)
 
     def _total_variances(self: Any, rows, groups, weights, of_label, n_labels):
         """Variances (n_labels,) of the totals, from the joint posterior of all clients."""
@@ -148,41 +150,35 @@ class TotalsMixin:
         np.add.at(parts, at, (weights * rows.slopes)[:, None] * rows.x)
         of_pair = np.full(len(pairs), -1)
         of_pair[at] = rows.codes
-        own, errors, inflation = self._parts_of(parts, of_pair)
+        own, errors, more = self._parts_of(parts, of_pair)
         label = pairs[:, 0]
-        conditional = np.bincount(label, own, minlength=n_labels)
         shared = np.zeros((n_labels, errors.shape[1]))
         np.add.at(shared, label, errors)
-        return inflation(label, n_labels) * (conditional + np.sum(shared**2, axis=1))
+        return np.bincount(label, own + more, minlength=n_labels) + np.sum(shared**2, axis=1)
 
     def _parts_of(self: Any, parts, codes):
-        """Variances (k,) given the population, effects (k, r) of its errors, and an inflation."""
+        """Of clients' parts (k, p): variances (k,) given the population, effects (k, r) of its
+        errors, and what averaging over the variances adds to the variance of a part alone (k,).
+        """
         known, ordered = codes >= 0, parts[:, self._design.order]
         posterior = getattr(self, "_posterior", None)
         plug_in: Any = getattr(posterior, "plug_in", posterior)
-        own = np.zeros(len(parts))
+        own, more = np.zeros(len(parts)), np.zeros(len(parts))
         if not known.all():
             own[~known] = self._errors.between_covariances(parts[~known][:, None])[:, 0, 0]
         if known.any() and not hasattr(plug_in, "error_root"):
             # A single client is its own population.
             own[known] = plug_in.variances(ordered[known], codes[known])
-            return own, np.zeros((len(parts), 1)), lambda label, n: np.ones(n)
+            return own, np.zeros((len(parts), 1)), more
         if plug_in is None:  # of a released model
             errors = parts @ self._errors.root()
         else:  # in one basis for all clients
             errors = (ordered * plug_in.scale) @ plug_in.error_root
             own[known] = plug_in.given_population(ordered[known][:, None], codes[known])[:, 0, 0]
             errors[known] = plug_in.error_effects(ordered[known], codes[known])
-
-        def inflation(label, n):
-            if self._errors.averaged is None:
-                return np.ones(n)
-            alone = own + np.sum(errors**2, axis=1)
-            averaged = self._variances(parts, codes)
-            before, after = (np.bincount(label, v, minlength=n) for v in (alone, averaged))
-            return np.divide(after, before, out=np.ones(n), where=before > 0)
-
-        return own, errors, inflation
+        if self._errors.averaged is not None:
+            more = self._variances(parts, codes) - own - np.sum(errors**2, axis=1)
+        return own, errors, more
 
 
 def _labels(by, n_rows):
@@ -201,10 +197,12 @@ def _labels(by, n_rows):
 def _checked_weights(weights, rows):
     if weights is None:
         return np.ones(len(rows))
-    weights = check_array(weights, dtype=np.float64, ensure_2d=False, input_name="weights")
-    check_consistent_length(rows, weights)
-    if weights.ndim != 1 or (weights < 0).any():
-        raise ValueError(f"weights must be one number per row, and not negative; got {weights!r}.")
+    weights = np.asarray(weights)
+    is_good = weights.shape == (len(rows),) and weights.dtype.kind in "iufb"
+    if not is_good or not (np.isfinite(weights) & (weights >= 0) & (weights <= 1e100)).all():
+        raise ValueError(
+            f"weights must be {len(rows)} numbers from 0 to 1e100; got {reprlib.repr(weights)}."
+        )
     return weights
 
 

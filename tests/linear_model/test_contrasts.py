@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+import polars as pl
 import pytest
 from numpy.testing import assert_allclose
 from scipy import stats
@@ -17,7 +18,7 @@ from pfl_sklearn import (
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.linear_model._contrasts import JOINT
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
-from tests.helpers.dense_mixed_model import draw_problem, rows_covariance, solve
+from tests.helpers.dense_mixed_model import Problem, draw_problem, rows_covariance, solve
 from tests.helpers.oracles import read_oracle
 from tests.helpers.slow import slow
 
@@ -354,6 +355,60 @@ def test_ways_to_name_combinations(fitted):
     assert renamed["estimate"].iloc[0] == fitted.population_coef_[0]
 
 
+def test_frames_and_series_are_read_by_name(fitted):
+    expected = fitted.contrast({"age": 1, "dose": 2})
+    series = pd.Series({"age": 1.0, "dose": 2, "intercept": 0})
+    pd.testing.assert_frame_equal(fitted.contrast(series), expected)
+    frame = pl.DataFrame({"age": [1.0], "dose": [2.0]})
+    assert_allclose(fitted.contrast(frame), expected)
+    twice = pd.DataFrame({"dose": [1, 0], "age": [0, 1]}, index=["same", "same"])
+    assert len(fitted.contrast(twice)) == 3
+
+
+@pytest.mark.parametrize("df", ["satterthwaite", "kenward_roger", "averaged"])
+def test_units_and_repetitions_change_no_joint_test(table, fitted, df):
+    frame, y = table
+    both = np.eye(3)[1:]
+    expected = fitted.contrast(both, df=df)
+    assert expected.attrs["numerator_df"] == 2
+    other = frame[["dose", "age"]] * [1e6, 1.0] + [2e9, 2020.0]
+    model = clone(fitted).fit(other, y, groups=frame["site"]).contrast(both, df=df)
+    assert model.attrs["numerator_df"] == 2
+    assert model.loc[JOINT, "statistic"] == pytest.approx(
+        expected.loc[JOINT, "statistic"], rel=1e-3
+    )
+    more = fitted.contrast(np.vstack([both, both.sum(axis=0), 3 * both[0]]), df=df)
+    assert more.attrs["numerator_df"] == 2
+    assert more.loc[JOINT, "statistic"] == pytest.approx(expected.loc[JOINT, "statistic"])
+    again = fitted.contrast(np.vstack([both[::-1], both[0] - both[1]]), df=df)
+    assert_allclose(again.loc[JOINT].dropna(), more.loc[JOINT].dropna(), rtol=1e-6)
+
+
+def test_an_exact_fit_has_the_degrees_of_freedom_of_its_clients():
+    rng = np.random.default_rng(0)
+    codes, x = np.repeat(np.arange(12), 6), rng.normal(size=(72, 1))
+    with pytest.warns(UserWarning):
+        model = PersonalizedLinearRegression(random="intercept").fit(
+            x, 2 + 3 * x[:, 0] + codes, groups=codes
+        )
+    dfs = model.contrast(np.eye(2))["df"]
+    assert dfs.iloc[0] == pytest.approx(11, rel=0.01)
+    assert (dfs > 0).all()
+
+
+def test_one_client_has_the_tests_of_least_squares(table):
+    frame, y = table
+    with pytest.warns(UserWarning):
+        model = PersonalizedLinearRegression().fit(frame[["dose", "age"]], y)
+    row, expected = model.contrast({"dose": 1}).iloc[0], stats.linregress(frame["dose"], y)
+    assert row["df"] == 117
+    design = np.column_stack([np.ones(120), frame[["dose", "age"]]])
+    residual = y - design @ np.linalg.lstsq(design, y, rcond=None)[0]
+    variance = residual @ residual / 117 * np.linalg.inv(design.T @ design)[1, 1]
+    assert row["std_error"] == pytest.approx(np.sqrt(variance))
+    assert row["p_value"] == pytest.approx(expected.pvalue, abs=0.05)
+
+
 def test_a_table_is_consistent(fitted):
     row = fitted.contrast({"dose": 1}, level=0.9).iloc[0]
     assert row["statistic"] == row["estimate"] / row["std_error"]
@@ -439,7 +494,12 @@ def test_more_clients_than_the_errors_average_over():
         ({"dose": 0}, "weights must be finite, and not all 0"),
         ({"dose": np.nan}, "weights must be finite, and not all 0"),
         ({}, "weights must be finite, and not all 0"),
-        ([1, 2], "weights must have 3 columns"),
+        ([1, 2], "or numbers with 3 columns"),
+        ("dose", "weights must be a dict of names and numbers"),
+        ([{"dose": 1}], "weights must be a dict of names and numbers"),
+        ({"dose": "one"}, "the weight of 'dose' must be a number; got 'one'"),
+        ({"both": {"dose": 1}, "age": 1}, "'both' is no coefficient"),
+        ({JOINT: {"dose": 1}, "other": {"age": 1}}, "is the label of the joint test"),
         (np.zeros((0, 3)), "weights must be finite, and not all 0"),
     ],
 )
@@ -501,8 +561,9 @@ def test_robust_errors_that_are_not_there(table, fitted):
         ({"errors": "robust", "df": "normal", **rows}, "degrees of freedom of its own"),
         (
             {"errors": "robust", **{name: values[1:] for name, values in rows.items()}},
-            "needs the rows of fit, 120 of 12 clients; got 119 other ones",
+            "needs the rows of fit, with their weights: 120 rows of 12 clients.*got 119 other",
         ),
+        ({"errors": "robust", **rows, "y": y[::-1]}, "needs the rows of fit, with their weights"),
     ):
         with pytest.raises(ValueError, match=message):
             fitted.contrast({"dose": 1}, **params)
@@ -510,6 +571,34 @@ def test_robust_errors_that_are_not_there(table, fitted):
     classes.fit(rows["X"], (y > 0).astype(int), groups=frame["site"])
     with pytest.raises(ValueError, match=r"errors='CR0' is for linear models"):
         classes.contrast({"dose": 1}, errors="CR0", **rows)
+
+
+@pytest.mark.parametrize("errors", ["CR0", "robust"])
+def test_robust_errors_of_weighted_rows(table, errors):
+    """CR0 by dense matrices; rows of weight 0 are absent, and weights that are left out noticed."""
+    frame, y = table
+    weights = np.random.default_rng(1).uniform(0.2, 4, 120)
+    weights[::9] = 0.0
+    rows = {"X": frame[["dose", "age"]], "y": y, "groups": frame["site"]}
+    model = PersonalizedLinearRegression(random="intercept", **TIGHT)
+    model = model.fit(**rows, sample_weight=weights)
+    found = model.contrast(np.eye(3), errors=errors, sample_weight=weights, **rows)["std_error"]
+    with pytest.raises(ValueError, match="needs the rows of fit, with their weights"):
+        model.contrast(np.eye(3), errors=errors, **rows)
+    used = weights > 0
+    codes = frame["site"].str[1:].astype(int).to_numpy()[used]
+    X = np.column_stack([np.ones(used.sum()), rows["X"][used]])
+    problem = Problem(X, y[used], codes, np.array([0]), weights[used])
+    fit_ = solve(problem, model._design.random_block(model._between), model.noise_variance_, True)
+    scores = np.array(
+        [X[codes == k].T @ (fit_.inverse @ fit_.residuals)[codes == k] for k in range(12)]
+    )
+    covariance = fit_.population_covariance @ scores.T @ scores @ fit_.population_covariance
+    expected = np.sqrt(np.diag(covariance))
+    if errors == "CR0":
+        assert_allclose(found, expected, rtol=1e-5)
+    else:
+        assert (found > expected).all()
 
 
 def test_groupings_have_normal_tests(table):

@@ -107,7 +107,7 @@ def test_a_single_row_is_a_prediction(fitted):
     if kind == "classes":
         return
     _, std = model.predict(x[rows], groups=codes[rows], return_std=True)
-    assert_allclose(table["std"], std, rtol=1e-9 if kind == "linear" else 0.1)
+    assert_allclose(table["std"], std, rtol=1e-9 if kind == "linear" else 0.06)
     lower, upper = model.predict_interval(x[rows], groups=codes[rows])
     assert_allclose(table["lower"], lower, rtol=1e-9 if kind == "linear" else 0.1)
     assert_allclose(table["upper"], upper, rtol=1e-9 if kind == "linear" else 0.1)
@@ -189,6 +189,8 @@ def test_in_a_pipeline():
     plain = PersonalizedLinearRegression(**ALONE).fit(x, y, groups=codes)
     found = model.predict_total(frame, by=codes % 4)
     assert_allclose(found, plain.predict_total(x, groups=codes, by=codes % 4), rtol=1e-4)
+    by_name = model.predict_total(frame, by="site")
+    assert_allclose(by_name, plain.predict_total(x, groups=codes, by=codes), rtol=1e-4)
 
 
 def test_released_models_have_totals_of_new_clients():
@@ -210,6 +212,20 @@ def test_released_models_have_totals_of_new_clients():
     assert np.isfinite(table).all(axis=None)
 
 
+def test_totals_of_private_fits_say_whether_they_are_covered():
+    x, y, codes, _ = draw("linear", np.random.default_rng(0))
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance=0.5),
+        noise_variance=1.0,
+        epsilon=4.0,
+        feature_bound=4.0,
+        target_bound=6.0,
+        random="intercept",
+    ).fit(x, y, groups=codes)
+    table = model.predict_total(x, groups=codes)
+    assert "does not cover" in table.attrs["privacy"]
+
+
 def test_exposure_of_counts():
     x, y, codes, _ = draw("counts", np.random.default_rng(0))
     exposure = np.full(len(x), 2.0)
@@ -224,8 +240,10 @@ def test_exposure_of_counts():
     [
         ({"by": ["a"]}, r"by must have shape \(180,\); got \(1,\)"),
         ({"by": [None, *["a"] * 179]}, "by has no label in row 0"),
-        ({"weights": np.full(180, -1.0)}, "weights must be one number per row, and not negative"),
+        ({"weights": np.full(180, -1.0)}, "weights must be 180 numbers from 0 to 1e100"),
+        ({"weights": [1.0, 2.0]}, "weights must be 180 numbers from 0 to 1e100"),
         ({"weights": np.zeros(180)}, "weights are all 0 for 'all'"),
+        ({"offset": np.zeros(180)}, "predict_total of linear models takes no offset"),
         ({"level": 1.5}, "level must be a number"),
     ],
 )

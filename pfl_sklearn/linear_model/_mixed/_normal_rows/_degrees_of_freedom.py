@@ -22,6 +22,7 @@ from pfl_sklearn._typing import Floats
 from pfl_sklearn.linear_model._algebra import row_slices
 
 _ZERO = 1e-10  # share of the largest variance, below which another is 0
+_INDEFINITE = 1e-6  # smallest eigenvalue of a scaled information
 _CELLS = 1 << 22  # numbers of a block of clients; products take a few times that
 
 
@@ -42,29 +43,32 @@ class VarianceInformation(NamedTuple):
     def satterthwaite(self, L: Floats) -> Floats:
         """Degrees of freedom (k,) of combinations L (k, p)."""
         x = L @ self.root
-        variances, errors = np.sum(x**2, axis=1), _inverse(self.observed)
+        variances, errors = np.sum(x**2, axis=1), self._errors()
         gradients = np.einsum("kp,vpr,kr->kv", x, self.slopes, x)
         of_variances = np.einsum("kv,vw,kw->k", gradients, errors, gradients)
         # Without an estimated variance the test is a normal one.
         with np.errstate(divide="ignore"):
             return 2 * variances**2 / of_variances
 
+    def _errors(self):
+        """Covariance (v, v) of the variance components, by the observed information."""
+        scaled, _ = _scaled(self.observed)
+        # Where the noise is all but 0, the observed information is rounding errors.
+        is_definite = not len(scaled) or np.linalg.eigvalsh(scaled)[0] > _INDEFINITE
+        return _inverse(self.observed if is_definite else self.expected)
+
     def joint_satterthwaite(self, L: Floats, estimates: Floats) -> JointTest:
-        """F test of L beta = 0 for L (k, p); its denominator has the mean of the t tests'."""
-        x = L @ self.root
-        values, vectors = np.linalg.eigh(x @ x.T)
-        is_free = values > _ZERO * max(values.max(initial=0.0), 0.0)
-        values, vectors = values[is_free], vectors[:, is_free]
-        rank = len(values)
-        t2 = (vectors.T @ estimates) ** 2 / (self.noise * values)
-        dfs = self.satterthwaite(vectors.T @ L)
-        if rank == 1:
-            return JointTest(float(t2[0]), 1, float(dfs[0]))
-        if np.isinf(dfs).any():
-            return JointTest(float(t2.mean()), rank, np.inf)
-        # The mean of an F variable is df / (df - 2); below 2 a test has none.
-        mean = np.sum(dfs[dfs > 2] / (dfs[dfs > 2] - 2))
-        return JointTest(float(t2.mean()), rank, 2 * mean / (mean - rank) if mean > rank else 0.0)
+        """F test of L beta = 0 for L (k, p) of full rank; its mean is that of the t tests'."""
+        # Singular values of the root keep twice the digits of eigenvalues of the covariance.
+        left, sizes, _ = np.linalg.svd(L @ self.root, full_matrices=False)
+        t2 = (left.T @ estimates) ** 2 / (self.noise * sizes**2)
+        dfs, rank = self.satterthwaite(left.T @ L), len(L)
+        if rank == 1 or np.isinf(dfs).any():
+            return JointTest(float(t2.mean()), rank, float(dfs.max()))
+        if (dfs <= 2).any():  # such an F variable has no mean; as lmerTest
+            return JointTest(float(t2.mean()), rank, 2.0)
+        mean = np.sum(dfs / (dfs - 2))
+        return JointTest(float(t2.mean()), rank, float(2 * mean / (mean - rank)))
 
     def kenward_roger(self) -> KenwardRoger:
         """Their adjusted covariance, and what their degrees of freedom need."""
@@ -243,8 +247,14 @@ class _ClientSums(NamedTuple):
         )
 
 
-def _inverse(information):
-    """Covariance (v, v) of estimates with that information; 0 along flat directions."""
+def _scaled(information):
+    """Information (v, v) scaled to a diagonal of 1, and the factors (v,)."""
     size = np.sqrt(np.abs(np.diag(information)))
     unit = np.divide(1, size, out=np.zeros_like(size), where=size > 0)
-    return np.linalg.pinv(information * unit * unit[:, None], hermitian=True) * unit * unit[:, None]
+    return information * unit * unit[:, None], unit
+
+
+def _inverse(information):
+    """Covariance (v, v) of estimates with that information; 0 along flat directions."""
+    scaled, unit = _scaled(information)
+    return np.linalg.pinv(scaled, hermitian=True) * unit * unit[:, None]

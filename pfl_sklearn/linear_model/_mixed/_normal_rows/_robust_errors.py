@@ -22,6 +22,8 @@ class RobustErrors(NamedTuple):
 
     variances: Floats
     dfs: Floats
+    # Largest score of a coefficient, in standard deviations: 0 at the estimates of these rows.
+    largest_score: float
 
 
 def robust_errors(
@@ -55,6 +57,10 @@ def robust_errors(
     )
     inverse = np.linalg.pinv(normal, hermitian=True)
     # Of every client: score, squares u' V u, and X' u, with u the weights of its residuals.
+    score = sum(
+        rows[:, :-1].T @ np.linalg.solve(covariance, rows[:, -1]) for rows, covariance in pairs
+    )
+    length = np.sqrt(np.maximum(np.diag(normal), np.finfo(float).tiny))
     variances, squares = np.zeros(len(L)), np.zeros((len(pairs), len(L)))
     crossed = np.zeros((len(pairs), len(L), len(normal)))
     for at, (rows, covariance) in enumerate(pairs):
@@ -65,7 +71,8 @@ def robust_errors(
         variances += (weights.T @ rows[:, -1]) ** 2
         squares[at] = np.sum(weights * (covariance @ weights), axis=0)
         crossed[at] = weights.T @ X
-    return RobustErrors(variances, _degrees_of_freedom(squares, crossed, inverse))
+    largest = float(np.max(np.abs(score) / length))
+    return RobustErrors(variances, _degrees_of_freedom(squares, crossed, inverse), largest)
 
 
 def _triangle(rows):

@@ -271,6 +271,17 @@ class ClientColumn(
         """
         return final_estimator(self._fitted).benchmark(total, weights=weights)
 
+    @available_if(model_has("exceedance"))
+    def exceedance(self, threshold: Any) -> pd.Series:
+        """Probabilities that clients' means are above it, by the model's own ``exceedance``.
+
+        Parameters
+        ----------
+        threshold : float, Series indexed by client, or array-like of shape (n_clients,)
+            In units of the means.
+        """
+        return final_estimator(self._fitted).exceedance(threshold)
+
     @available_if(model_has("predict_interval"))
     def predict_interval(self, X: TableLike, **params: Any) -> tuple[Floats, Floats]:
         """Intervals of predictions for rows, by the fitted model's own ``predict_interval``.

@@ -31,6 +31,7 @@ from pfl_sklearn._fitted import FittedMixin
 from pfl_sklearn._rounds.checkpoint import Checkpoint
 from pfl_sklearn.compose import (
     ClientAsFeature,
+    ClientMeans,
     ClientSelector,
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
@@ -299,6 +300,7 @@ REGISTRY = {
     "PPSGDClassifier": PPSGDClassifier(n_rounds=3, **NOISE),
     "CollaborativeMean": CollaborativeMean(bounds=(-4.0, 4.0), **NOISE),
     "ClientAsFeature": ClientAsFeature(LinearRegression()),
+    "ClientMeans": ClientMeans(),
     "ClientColumn": ClientColumn(PPSGDRegressor(n_rounds=3, **NOISE), 0),
     "ClientSelector": private_selector(),
     "PersonalizedStackingClassifier": PersonalizedStackingClassifier(
@@ -430,6 +432,8 @@ def bits(model):
     frame = pd.DataFrame(rows, columns=["a", "b"])
     if isinstance(model, TableEncoder):
         return digest([model.transform(frame), vars(model)])
+    if isinstance(model, ClientMeans):
+        return digest([model.transform(rows, groups=groups), vars(model)])
     if isinstance(model, ClientColumn):
         said = [model.predict(np.column_stack([groups, rows])), model.privacy_]
     else:
@@ -507,7 +511,7 @@ def test_a_refit_leaves_the_last_fit_or_the_new_one(name, methods):
         rows = OWN if method == "personalize" else LATER
         act = partial(call, model, method, rows)
         check_one_step(model, act, model.estimator_ if of_column else model)
-    if method.startswith("fit") and name != "TableEncoder":
+    if method.startswith("fit") and name not in ("ClientMeans", "TableEncoder"):
         assert model.privacy_.epsilon == math.inf
         with pytest.raises((ValueError, AttributeError), match=r"release.*epsilon|no attribute"):
             model.release()

@@ -103,6 +103,7 @@ class ClientMeans(FittedMixin, TransformerMixin, BaseEstimator):
         Parameters
         ----------
         X : dataframe or array-like of shape (n_rows, n_columns)
+            The table.
         y : None
             Ignored.
         groups : array-like of shape (n_rows,), default=None
@@ -132,7 +133,18 @@ class ClientMeans(FittedMixin, TransformerMixin, BaseEstimator):
         return self
 
     def fit_transform(self, X: TableLike, y: Any = None, *, groups: TableLike = None) -> Any:
-        """Learn the clients' means, and add them to the same rows."""
+        """Learn the clients' means, and add them to the same rows.
+
+        Parameters
+        ----------
+        X, y, groups : rows
+            As for :meth:`fit`.
+
+        Returns
+        -------
+        dataframe or ndarray of shape (n_rows, n_columns + n_means)
+            As of :meth:`transform`.
+        """
         return self.fit(X, y, groups=groups).transform(X, groups=groups)
 
     def transform(self, X: TableLike, *, groups: TableLike = None) -> Any:
@@ -166,7 +178,18 @@ class ClientMeans(FittedMixin, TransformerMixin, BaseEstimator):
         ).to_native()
 
     def get_feature_names_out(self, input_features: TableLike = None) -> Any:
-        """Names of the columns: those of `X`, and "..._client_mean"."""
+        """Names of the columns of the output.
+
+        Parameters
+        ----------
+        input_features : array-like of str, default=None
+            Names of the columns of `X`; None: those of ``fit``, or x0, x1, ...
+
+        Returns
+        -------
+        ndarray of str
+            Those of `X`, and "..._client_mean".
+        """
         check_is_fitted(self)
         names = getattr(self, "feature_names_in_", None)
         if input_features is not None:

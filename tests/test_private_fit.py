@@ -565,7 +565,14 @@ def test_nothing_of_a_client_leaves_where_nothing_is_released(estimator):
 
 
 @pytest.mark.parametrize(
-    "estimator", [*with_slow([*PRIVATE, *UNREPEATABLE]), *PUBLISHED, *SELECTIONS], ids=repr
+    "estimator",
+    [
+        *with_slow([*PRIVATE, *UNREPEATABLE]),
+        *(one for one in PUBLISHED if getattr(one, "clients", None) is None),
+        *slow([one for one in PUBLISHED if getattr(one, "clients", None) is not None]),
+        *SELECTIONS,
+    ],
+    ids=repr,
 )
 def test_the_mechanism_is_the_only_way_out_of_a_client(estimator, monkeypatch):
     """With mechanisms that ignore their input, nobody learns what one client's rows hold."""

@@ -195,6 +195,7 @@ def test_cv_time_is_a_splitter_of_rows_in_their_order():
         np.testing.assert_allclose(by_column.losses_["known"], expected, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_known_clients_of_which_nothing_is_tested():
     X, y, groups = series((24, 24, 24, 1, 1), noise=0.1)
     bases = [("own", final())]

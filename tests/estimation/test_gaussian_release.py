@@ -36,6 +36,7 @@ def paper_clients(n_clients=10_000, seed=0):
     return make_gaussian_clients(n_clients, 15, between_std=0.1, noise_std=0.5, random_state=seed)
 
 
+@pytest.mark.slow
 def test_own_release_left_out_beats_theorem_2():
     """m = 5, prior variance .2, sampling variance 1, release variance 5: .636 against .673.
 

@@ -67,6 +67,7 @@ def test_loss_of_every_round(plain):
     assert display.axes_[0].get_legend() is None
 
 
+@pytest.mark.slow
 def test_running_means_weigh_rounds_by_their_clients(private):
     display = draw(private, smooth=9)
     loss, n = private.history_["loss"], private.history_["n_clients"]

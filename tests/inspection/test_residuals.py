@@ -442,6 +442,7 @@ def test_one_client():
     display.figure_.canvas.draw()
 
 
+@pytest.mark.slow
 def test_constant_response():
     X, _, groups, _ = simulated(4)
     linear = PersonalizedLinearRegression

@@ -142,6 +142,7 @@ def numerical_errors():
     return np.diag(np.linalg.inv(hessian))[:2] ** 0.5
 
 
+@pytest.mark.slow
 def test_weights_are_repeated_rows():
     again = np.random.default_rng(1).integers(3, size=N)
     rows = np.repeat(np.arange(N), again)
@@ -159,6 +160,7 @@ def test_exposure_is_an_offset(viewed):
         model.predict(TABLE, groups=USERS)
 
 
+@pytest.mark.slow
 def test_row_levels_stand_for_overdispersion():
     """For counts, where the column is named; single classes say nothing of a variance."""
     noise = 0.6 * np.random.default_rng(2).normal(size=N)
@@ -195,6 +197,7 @@ def test_dispersion_of_rows_whose_levels_are_far_apart():
     assert model.groupings_["movie"].covariance[0, 0] > 3
 
 
+@pytest.mark.slow
 def test_a_penalty_keeps_dependent_columns_but_no_constant_ones():
     X = TABLE.assign(again=AGE, constant=3.0)
     with pytest.warns(NotEstimableWarning, match=r"of 'intercept', 'constant' are NaN"):

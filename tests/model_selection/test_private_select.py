@@ -396,6 +396,7 @@ def scores_of_constant_clients():
     return -((values - model.means_) ** 2)
 
 
+@pytest.mark.slow
 def test_the_noise_on_scores():
     """Only the score is random: this model releases nothing. Half the noise fails by 5 s.d."""
     data, y, groups = constant_clients()
@@ -767,6 +768,7 @@ def test_an_estimator_of_another_package_counts_as_unprotected():
     assert "Foreign is not part of pfl_sklearn" in model.privacy_.warnings[0]
 
 
+@pytest.mark.slow
 def test_rounds_of_ppsgd():
     """Sampled rounds under add/remove, whose noise multiplier is what is calibrated."""
     rounds = PPSGDRegressor(

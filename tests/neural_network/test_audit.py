@@ -269,6 +269,7 @@ def lower_bound_of_messages(estimator):
     return gdp_lower_bound(*(scores_of_messages(estimator, truth) for truth in (True, False)))
 
 
+@pytest.mark.slow
 def test_messages_with_noise_in_every_step_keep_their_promise():
     assert 1.3 < lower_bound_of_messages(PER_STEP) <= 2.0
     assert_promise(fitted(PER_STEP, True).privacy_)

@@ -180,6 +180,7 @@ def test_fine_tuning_client_by_client():
         assert_personal(fitted, expected)
 
 
+@pytest.mark.slow
 def test_regressors_client_by_client():
     (X, _, groups), module = table(), module_of(n_outputs=1)
     y = X[:, 1:2] * X[:, 2:3]
@@ -202,6 +203,7 @@ def test_regressors_client_by_client():
 
 
 # AdaPeD -------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_huge_psi_is_local_training():
     data, module = table(), module_of()
     model = AdaPeDClassifier(

@@ -31,6 +31,7 @@ def model_of(**params):
     return FedAvgClassifier(net_of(), **given)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("routing")
 def test_a_grid_search_over_the_recipe():
     """Every candidate is the fit with its parameters; the recipe that was given stays."""

@@ -255,6 +255,7 @@ def test_with_noise_the_data_have_no_say():
     np.testing.assert_equal(parts_of(found), parts_of(asked))
 
 
+@pytest.mark.slow
 def test_nets_that_no_round_improves_are_said_to_be_untrained():
     X, y, groups = table(sizes=np.full(3, 12))
     noise = np.random.default_rng(0).integers(0, 3, len(y))

@@ -227,6 +227,7 @@ def test_bic_finds_the_number_of_components():
     assert capped.n_components == 2
 
 
+@pytest.mark.slow
 def test_bic_of_points():
     points = DiscretePrior(3, points=MEANS, weights=WEIGHTS)
     theta, x, s = noisy(300, truth=points)

@@ -30,6 +30,7 @@ from pfl_sklearn.privacy import (
     gdp_mu,
 )
 from tests.helpers.ledgers import DELTA, FORK, in_child, numbers, run_at_once, spend
+from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 
@@ -89,7 +90,7 @@ def search(ledger, n_jobs=2, **params):
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
-@pytest.mark.parametrize("backend", ["threading", "loky"])
+@pytest.mark.parametrize("backend", ["threading", *slow(["loky"])])
 def test_seven_fits_are_seven_entries(backend, path):
     ledger = PrivacyLedger(path)
     with joblib.parallel_config(backend=backend):

@@ -431,6 +431,7 @@ def test_tables_without_rows():
             assert (np.abs(empty.local_means_) < 0.1).all()
 
 
+@pytest.mark.slow
 def test_a_client_that_is_much_larger_keeps_its_size():
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(101), [300] + [5] * 100)

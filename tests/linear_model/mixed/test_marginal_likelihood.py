@@ -259,6 +259,7 @@ def mostly_pure(*mixed):
     return X, y, np.repeat(np.arange(30), 12)
 
 
+@pytest.mark.slow
 def test_separation_is_not_divergence():
     """25 of 30 clients are pure, and yet the likelihood has a maximum; it was held at 17.
 

@@ -57,6 +57,7 @@ def test_derivatives_are_those_of_the_density(dispersion):
     np.testing.assert_allclose(slopes[2][..., 0], bent, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_fit_recovers_coefficients_and_shape(fitted):
     model, _, y, *_ = fitted
     far = np.abs(model.population_coef_ - SLOPES) / model.population_coef_std_

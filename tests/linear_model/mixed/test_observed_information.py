@@ -125,6 +125,7 @@ def contrasts_of(n_classes):
     return np.linalg.qr(centring)[0][:, : n_classes - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_classes", [2, 3])
 def test_errors_of_several_coefficients_count_that_their_variances_were_estimated(n_classes):
     rng = np.random.default_rng(1)

@@ -175,6 +175,7 @@ def test_advice_on_rounding_is_not_to_iterate(monkeypatch):
     assert not any("max_iter" in str(w.message) for w in caught)
 
 
+@pytest.mark.slow
 def test_a_step_from_afar_loses_no_modes():
     """The log-likelihood came out as -8e6: the search for modes stopped halfway."""
     with pytest.warns(ConvergenceWarning, match="max_iter"):

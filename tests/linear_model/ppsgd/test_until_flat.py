@@ -220,6 +220,7 @@ def test_with_noise_the_data_have_no_say(private):
         clone(model).set_params(learning_rate="auto").fit(X, y, groups=groups)
 
 
+@pytest.mark.slow
 def test_workers_and_blocks_change_no_bit(monkeypatch):
     X, y, groups = table(SIZES, d=20)
     model = PPSGDRegressor(client_fraction=0.7, tol=0.4, random_state=0)

@@ -69,6 +69,7 @@ def test_a_random_intercept_matches_brute_force_integration():
     assert model.population_intercept_std_**2 == pytest.approx(error / total, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_draws_of_one_variance_agree_with_its_quadrature():
     """A slope that explains nothing adds little to the errors of the intercept."""
     X, y, codes, _ = draw(40, 8, 2, sd=0.7)
@@ -176,6 +177,7 @@ def test_a_population_that_fits_all_rows_warns(shape, n_features):
     assert len(caught) == 1 + (n_features > 11)
 
 
+@pytest.mark.slow
 def test_posterior_means_go_back_in_as_known():
     X, y, codes, _ = draw(15, 3, 4)
     with pytest.warns(UserWarning, match="'intercept', 'x0', 'x1', 'x2'"):

@@ -123,6 +123,7 @@ def test_unknown_scale_and_noise_match_the_variances_of_a_normal_prior():
     assert scaled.noise_variance_ == pytest.approx(normal.noise_variance_, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_limits_of_the_scale():
     X, y, codes, _ = table(np.random.default_rng(0), 12, sizes=9)
     tight = PersonalizedLinearRegression(LaplacePrior(scale=1e-8), noise_variance=1.0)

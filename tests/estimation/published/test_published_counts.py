@@ -118,7 +118,7 @@ def test_estimates_are_nearer_than_noised_counts(kind, target):
 def test_intervals_cover(kind, target):
     sizes = KINDS[kind][3]
     hits = []
-    for seed in range(40):
+    for seed in range(25):
         rng = np.random.default_rng(seed)
         if kind == "proportions":
             truth = rng.beta(8, 5, 40)

@@ -84,7 +84,7 @@ def test_without_much_noise_they_are_those_of_exact_means():
 @pytest.mark.parametrize(("m", "n"), [(8, 50), (50, 5)])
 def test_intervals_cover(m, n, target):
     hits = []
-    for seed in range(40):
+    for seed in range(25):
         rng = np.random.default_rng(seed)
         theta, groups = rng.normal(0, 0.6, m), np.repeat(np.arange(m), n)
         y = theta[groups] + rng.normal(size=m * n)

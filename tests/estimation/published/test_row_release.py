@@ -171,14 +171,14 @@ def test_values_are_cut_and_rounded(monkeypatch):
 # Audits -------------------------------------------------------------------------------------------
 
 
-def lower_bound(release_of, happens):
+def lower_bound(release_of, happens, n_draws=N_DRAWS):
     """Lower bound on epsilon from how often an event happens with the last row at 0 and at 1."""
     counts = []
     for last in (1.0, 0.0):
         rng = np.random.default_rng(int(last))
-        draws = (release_of([0.0, last], rng) for _ in range(N_DRAWS))
+        draws = (release_of([0.0, last], rng) for _ in range(n_draws))
         counts.append(sum(map(happens, draws)))
-    return odds_lower_bound(*counts, N_DRAWS, ALPHA)
+    return odds_lower_bound(*counts, n_draws, ALPHA)
 
 
 def both(made):
@@ -202,7 +202,7 @@ def all_three(made):
     return sizes.n_rows[0] >= 10 and sizes.sizes.sums[0] >= -4.2 and sizes.squares.value >= 0.45
 
 
-KINDS = {"replaced": (honest, both), "one more": (listed, all_three)}
+KINDS = {"replaced": (honest, both), "one more": (listed, all_three, 1000)}
 # So that each part alone tells much of whether the row is there.
 SHARES = {"SQUARES_SHARE": 0.4, "SIZES_SHARE": 0.2}
 

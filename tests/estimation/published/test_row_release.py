@@ -18,7 +18,7 @@ from pfl_sklearn.privacy import DiscreteLaplaceMechanism
 from pfl_sklearn.privacy.auditing import odds_lower_bound
 from pfl_sklearn.statistics import ClientStatistics
 
-EPSILON, N_DRAWS, ALPHA = 3.0, 2000, 1e-4
+EPSILON, N_DRAWS, ALPHA = 1.5, 1000, 1e-4
 GRID = PublicGrid(0.0, 0.1, 10)
 
 
@@ -202,7 +202,7 @@ def all_three(made):
     return sizes.n_rows[0] >= 10 and sizes.sizes.sums[0] >= -4.2 and sizes.squares.value >= 0.45
 
 
-KINDS = {"replaced": (honest, both), "one more": (listed, all_three, 1000)}
+KINDS = {"replaced": (honest, both), "one more": (listed, all_three)}
 # So that each part alone tells much of whether the row is there.
 SHARES = {"SQUARES_SHARE": 0.4, "SIZES_SHARE": 0.2}
 
@@ -219,7 +219,7 @@ def audited(monkeypatch, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_promise_holds_and_is_used(kind, monkeypatch):
-    assert 1.2 < audited(monkeypatch, kind) < EPSILON
+    assert 0.5 < audited(monkeypatch, kind) < EPSILON
 
 
 MUTANTS = {

@@ -240,7 +240,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         Notes
         -----
         They are of the posterior of :meth:`credible_interval`: its quantiles are interpolated on
-        the scale of a normal variable, so that they are exact to about 1e-4 between 1e-6 and
+        the scale of a normal variable, so that they are exact to about 3e-4 between 1e-6 and
         1 - 1e-6, and 0 or 1 beyond.
         """
         self._require_fitted("means_")

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Self
 import narwhals as nw
 import numpy as np
 from sklearn.base import TransformerMixin
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils import check_array
+from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import encode_clients, match_clients
 from pfl_sklearn._columns import column_labels
@@ -164,7 +165,6 @@ class ClientMeans(FittedMixin, TransformerMixin, BaseEstimator):
         """
         check_is_fitted(self)
         self._column_attributes(X, reset=False)
-        self._values(X, self._at)
         codes = match_clients(_required(groups), len(X), self.clients_)
         added = self.means_[codes]
         added[codes < 0] = self.population_means_
@@ -206,7 +206,7 @@ class ClientMeans(FittedMixin, TransformerMixin, BaseEstimator):
             X = frame.select(*[frame.columns[k] for k in at]).to_numpy()
         else:
             X = np.asarray(X)[:, at]
-        return validate_data(GaussianMean(), X, dtype=np.float64)
+        return check_array(X, dtype=np.float64, estimator=self, input_name="X")
 
 
 def _positions(columns: Sequence[Any] | None, X: TableLike, n: int) -> list[int]:

@@ -143,10 +143,15 @@ class ContrastMixin:
         labels, L = _combinations(weights, names)
         self._check_estimable(labels, L)
         estimates = L @ coefficients
-        if errors == "model":
-            tests = self._tests_of(L, estimates, df)
+        fit_rows = X, y, groups, sample_weight
+        if errors != "model":
+            tests = self._robust_tests_of(L, errors, df, fit_rows)
+        elif any(values is not None for values in fit_rows):
+            raise ValueError(
+                "X, y, groups and sample_weight are for robust errors; got errors='model'."
+            )
         else:
-            tests = self._robust_tests_of(L, errors, df, (X, y, groups, sample_weight))
+            tests = self._tests_of(L, estimates, df)
         rows = _rows(estimates, np.sqrt(tests.variances), tests.dfs, level)
         if len(L) > 1 and tests.joint is not None:
             joint = tests.joint
@@ -217,10 +222,11 @@ class ContrastMixin:
             return None
         lost = 0 if self._row_space is None else len(self._row_space.errors)
         df = int(self.n_samples_per_client_.sum()) - len(self._design.names) + lost
-        return df if df > 0 and self.prior_.mean is not None else None
+        return df if df > 0 else None
 
     def _exact_tests_of(self: Any, L, basis, of_basis):
-        df, covariance = self._residual_df(), self._errors.estimable_covariance(False)
+        """_Tests of one client's least squares, which are exact."""
+        df, covariance = self._residual_df(), self._errors.estimable_covariance(averaged=False)
         joint = _joint_test(basis @ covariance @ basis.T, of_basis, float(df))
         return _Tests(_variances(L, covariance), np.full(len(L), float(df)), joint)
 

@@ -130,7 +130,9 @@ class TotalsMixin:
                 for name, values in columns.items()
             }
         counts = {"n_rows": np.bincount(of_label, minlength=len(labels))}
-        return mark_coverage(SummaryTable({**counts, **columns}, index=labels), self)
+        table = SummaryTable({**counts, **columns}, index=labels)
+        # Totals of a released model are the population's alone, which the promise covers.
+        return mark_coverage(table, self) if hasattr(self, "coef_") else table
 
     def _total_variances(self: Any, rows, groups, weights, of_label, n_labels):
         """Variances (n_labels,) of the totals, from the joint posterior of all clients."""

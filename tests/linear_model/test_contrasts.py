@@ -558,6 +558,7 @@ def test_robust_errors_that_are_not_there(table, fitted):
     for params, message in (
         ({"errors": "sandwich"}, "errors must be one of model, robust, CR0"),
         ({"errors": "robust"}, "needs X, y and groups, the rows of fit"),
+        (rows, "are for robust errors; got errors='model'"),
         ({"errors": "robust", "df": "normal", **rows}, "degrees of freedom of its own"),
         (
             {"errors": "robust", **{name: values[1:] for name, values in rows.items()}},

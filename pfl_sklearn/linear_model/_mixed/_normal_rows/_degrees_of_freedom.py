@@ -27,10 +27,10 @@ _CELLS = 1 << 22  # numbers of a block of clients; products take a few times tha
 
 
 class VarianceInformation(NamedTuple):
-    """What a fit tells of its v variance components, in units of its noise variance."""
+    """Information of a fit on its v variance components, in units of its noise variance."""
 
-    slopes: Floats  # (v, p, p), of the coefficients' covariance over the noise variance
-    products: Floats  # (v, v, p, p), X' V^-1 V_a V^-1 V_b V^-1 X
+    slopes: Floats  # (v, k, k), of the coefficients' covariance over the noise variance
+    products: Floats  # (v, v, k, k), X' V^-1 V_a V^-1 V_b V^-1 X
     expected: Floats  # (v, v), information of the restricted likelihood
     observed: Floats  # (v, v)
     root: Floats  # (p, k), of the coefficients' covariance; the basis of the matrices above

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
+from sklearn.utils import check_random_state, check_scalar
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_tables import (
@@ -22,10 +23,11 @@ from pfl_sklearn._client_tables import (
     client_table,
     coverage_note,
     mark_coverage,
+    rank_table,
 )
 from pfl_sklearn._clients import Array, EncodedClients, format_id, match_clients
 from pfl_sklearn._compat import BaseEstimator, names_class, num_samples
-from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, FitRows, check_level, client_values
 from pfl_sklearn.priors._resolve import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
@@ -258,11 +260,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
                 f"threshold must be one number or {len(self.means_)}, between {low:g} and {high:g};"
                 f" got {threshold!r}."
             )
-        # Quantiles at normal scores, from the smallest to the largest.
-        scores = 0.01 + 4.79 * np.linspace(0, 1, 33) ** 1.4
-        bounds = np.array([self._interval(level) for level in 2 * ndtr(scores) - 1])
-        quantiles = np.concatenate([bounds[::-1, 0], bounds[:, 1]])
-        scores = np.concatenate([-scores[::-1], scores])
+        scores, quantiles = self._quantiles()
         thresholds = np.broadcast_to(values, self.means_.shape)
         found = [
             np.interp(t, each, scores, left=-np.inf, right=np.inf)
@@ -273,6 +271,60 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         if note := coverage_note(self):
             series.attrs["privacy"] = note
         return series
+
+    def ranks(
+        self, *, level: float = 0.95, n_draws: int = 2000, random_state: RandomState = 0
+    ) -> pd.DataFrame:
+        """Ranks of the clients, with intervals that say how little a ranking may tell.
+
+        Parameters
+        ----------
+        level : float in (0, 1), default=0.95
+            Posterior probability of the intervals.
+        n_draws : int, default=2000
+            Draws from the posterior.
+        random_state : int, RandomState instance or None, default=0
+            Seed of the draws.
+
+        Returns
+        -------
+        DataFrame
+            Indexed by client and sorted: estimate, rank (its posterior mean; 1 is the largest),
+            lower and upper (quantiles), and probability_largest. After a private fit a note below
+            the table says whether the promise covers it (``attrs["privacy"]``).
+
+        Raises
+        ------
+        ValueError
+            If means have several outputs.
+
+        Notes
+        -----
+        The mean of a client's rank minimizes the expected squared error of ranks (Laird and Louis,
+        1989). Clients' posteriors are those of :meth:`credible_interval`, drawn independently.
+
+        References
+        ----------
+        Laird, N. M. and Louis, T. A. (1989). Empirical Bayes ranking methods. Journal of
+        Educational Statistics, 14, 29-46.
+        """
+        self._require_fitted("means_")
+        check_level(level)
+        if self.means_.ndim == 2:
+            raise ValueError("ranks takes means of one output; fit each output by itself.")
+        n = check_scalar(n_draws, "n_draws", Integral, min_val=1)
+        scores, quantiles = self._quantiles()
+        drawn = check_random_state(random_state).normal(size=(len(self.means_), n))
+        draws = [np.interp(z, scores, each) for z, each in zip(drawn, quantiles.T, strict=True)]
+        table = rank_table(np.transpose(draws), self.means_, self.clients_, level)
+        return mark_coverage(table, self)
+
+    def _quantiles(self):
+        """Normal scores (k,), and the posterior quantiles (k, m) of the means at them."""
+        scores = 0.01 + 4.79 * np.linspace(0, 1, 33) ** 1.4
+        bounds = np.array([self._interval(level) for level in 2 * ndtr(scores) - 1])
+        quantiles = np.concatenate([bounds[::-1, 0], bounds[:, 1]])
+        return np.concatenate([-scores[::-1], scores]), quantiles
 
     def coef_table(self) -> pd.DataFrame:
         """Table of the clients' means, for a join with rows in a database.

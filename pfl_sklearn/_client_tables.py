@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.stats import rankdata
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import Array
@@ -76,6 +77,21 @@ def class_quantity(estimator: Any, quantity: str) -> str | None:
     """Name of a quantity of the second of two classes, such as "log odds of yes"; None without."""
     classes: Any = getattr(estimator, "classes_", ())
     return f"{quantity} of {classes[1]}" if len(classes) == 2 else None
+
+
+def rank_table(draws: Floats, estimates: Floats, clients: Array, level: float) -> pd.DataFrame:
+    """Ranks of m clients, the largest first, from draws (n, m) of their joint posterior."""
+    ranks = rankdata(-draws, axis=1)
+    lower, upper = np.quantile(ranks, [0.5 - level / 2, 0.5 + level / 2], axis=0)
+    columns = {
+        "estimate": estimates,
+        "rank": ranks.mean(axis=0),
+        "lower": lower,
+        "upper": upper,
+        "probability_largest": np.mean(ranks < 2, axis=0),
+    }
+    table = pd.DataFrame(columns, index=pd.Index(clients, name="client"))
+    return table.sort_values("rank", kind="stable")
 
 
 def client_table(

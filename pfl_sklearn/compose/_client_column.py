@@ -316,6 +316,54 @@ class ClientColumn(
             params["by"] = split_columns(X, {"by": by})[1][0]
         return self._with_rows("predict_total", X, **params)
 
+    @available_if(model_has("simulate"))
+    def simulate(self, X: TableLike, **params: Any) -> Any:
+        """Simulated responses of rows, by the fitted model's own ``simulate``.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            As in ``fit``.
+        **params : dict
+            Other arguments of the model's ``simulate``.
+
+        Returns
+        -------
+        ndarray of shape (n, n_rows)
+        """
+        return self._with_rows("simulate", X, **params)
+
+    @available_if(model_has("ranks"))
+    def ranks(self, X: TableLike = None, **params: Any) -> pd.DataFrame:
+        """Ranks of the clients with intervals, by the fitted model's own ``ranks``.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows, default=None
+            As in ``fit``; regressions compare clients on these rows.
+        **params : dict
+            Other arguments of the model's ``ranks``.
+        """
+        if X is not None:
+            features, inner = self._inner_input(X, {})
+            params["X"] = transform_for_model(self._fitted, features, inner["groups"])
+        return final_estimator(self._fitted).ranks(**params)
+
+    @available_if(model_has("influence"))
+    def influence(self, X: TableLike, y: TableLike, **params: Any) -> pd.DataFrame:
+        """Influence of the clients on the population, by the fitted model's own ``influence``.
+
+        Parameters
+        ----------
+        X, y : array-likes of n_rows rows
+            Those of ``fit``.
+        **params : dict
+            Other arguments of the model's ``influence``. It gets its feature names from the steps
+            before it, if they have any.
+        """
+        params = {"feature_names": feature_names_of(self.estimator_), **params}
+        return self._with_rows("influence", X, y, **params)
+
     @available_if(model_has("personalize"))
     def personalize(self, X: TableLike, y: TableLike, **params: Any) -> Self:
         """Give clients their own part of the fitted model, by its own ``personalize``.

@@ -48,7 +48,7 @@ _ZERO_RESPONSE = 1e-100  # stands for the largest response if all are 0
 _SMALLEST_TAIL = 1e-300  # probability of a residual: the normal quantile of 0 is infinite
 
 
-class _RowsToCheck(NamedTuple):
+class RowsToCheck(NamedTuple):
     """Rows X, targets (n,), client ids (n,), weights (n,) or None, and exposure and offset."""
 
     X: Any
@@ -61,7 +61,7 @@ class _RowsToCheck(NamedTuple):
 def _checked_model(estimator):
     """The innermost estimator; TypeError or ValueError if it has no residuals of one dimension."""
     check_is_fitted(estimator)
-    fitted = _unfrozen(innermost_estimator(estimator))
+    fitted = unfrozen(innermost_estimator(estimator))
     if not (isinstance(fitted, _MODELS) or _has_link(fitted)):
         raise TypeError(
             f"expected a fitted {', '.join(model.__name__ for model in _MODELS[:-1])} or "
@@ -107,7 +107,7 @@ def residuals_of(
     """
     fitted = _checked_model(estimator)
     rows = _present_rows(X, y, groups, sample_weight, metadata or {})
-    rows = _rows_inside(estimator, rows)
+    rows = rows_inside(estimator, rows)
     n = num_samples(rows.X)
     ids = np.zeros(n, dtype=int) if rows.groups is None else rows.groups
     clients, codes = encode_clients(ids, n)
@@ -205,7 +205,7 @@ def _plug_in(fitted):
     return getattr(fitted._posterior, "plug_in", fitted._posterior)
 
 
-def _unfrozen(estimator):
+def unfrozen(estimator):
     """The estimator inside a FrozenEstimator."""
     while isinstance(estimator, FrozenEstimator):
         estimator = estimator.estimator
@@ -220,25 +220,25 @@ def _present_rows(X, y, groups, sample_weight, metadata):
     metadata = {name: np.asarray(values) for name, values in metadata.items()}
     check_consistent_length(X, y, *metadata.values())
     if sample_weight is None:
-        return _RowsToCheck(X, y, groups, None, metadata)
+        return RowsToCheck(X, y, groups, None, metadata)
     # Rows of weight 0 had no part in the fit, so their residuals have another variance.
     weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
     present = np.flatnonzero(weights > 0)
     if len(present) == len(weights):
-        return _RowsToCheck(X, y, groups, weights, metadata)
+        return RowsToCheck(X, y, groups, weights, metadata)
     check_consistent_length(X, groups)
     X, y, groups = (
         None if part is None else safe_indexing(part, present) for part in (X, y, groups)
     )
     metadata = {name: values[present] for name, values in metadata.items()}
-    return _RowsToCheck(X, y, groups, weights[present], metadata)
+    return RowsToCheck(X, y, groups, weights[present], metadata)
 
 
-def _rows_inside(estimator, rows):
+def rows_inside(estimator, rows):
     """Rows as the innermost estimator gets them; TypeError for wrappers that hide them."""
     # Each wrapper changes rows in its own way, which has to be repeated here.
     while (inner := inner_estimator(estimator)) is not None:
-        estimator = _unfrozen(estimator)
+        estimator = unfrozen(estimator)
         if isinstance(estimator, Pipeline | ClientColumn):
             params = {**rows.metadata, "groups": rows.groups}
             X, params = transform_for_inner(estimator, rows.X, params)

@@ -22,9 +22,11 @@ from pfl_sklearn.linear_model._algebra import client_predictors
 from pfl_sklearn.linear_model._contrasts import ContrastMixin
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._effect_table import EffectTableMixin
+from pfl_sklearn.linear_model._influence import InfluenceMixin
 from pfl_sklearn.linear_model._made_up_rows import PlansRegressions
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
 from pfl_sklearn.linear_model._row_space import RowSpace, warn_rows_outside
+from pfl_sklearn.linear_model._simulation import SimulationMixin
 from pfl_sklearn.linear_model._summary_tables import PopulationSummaryMixin
 from pfl_sklearn.linear_model._totals import TotalsMixin
 from pfl_sklearn.priors._resolve import default_prior
@@ -47,6 +49,8 @@ class FitParameters(SimpleNamespace):
 class BasePersonalizedRegression(
     ContrastMixin,
     TotalsMixin,
+    SimulationMixin,
+    InfluenceMixin,
     PopulationSummaryMixin,
     EffectTableMixin,
     CoefTableMixin,
@@ -260,7 +264,7 @@ class BasePersonalizedRegression(
             "coef_": coef,
             "intercept_": intercept,
             "population_coef_": population[0],
-            "population_intercept_": population[1],
+            "population_intercept_": population[1] if population[1].ndim else float(population[1]),
             "prior_": estimates.prior,
             "log_likelihood_": estimates.log_likelihood,
             "n_iter_": estimates.n_iter,

@@ -20,7 +20,10 @@ from pfl_sklearn.linear_model._mixed._normal_rows._degrees_of_freedom import (
     JointTest,
     variance_information,
 )
-from pfl_sklearn.linear_model._mixed._normal_rows._robust_errors import robust_errors
+from pfl_sklearn.linear_model._mixed._normal_rows._robust_errors import (
+    client_systems,
+    robust_errors,
+)
 
 _METHODS = ("auto", "satterthwaite", "kenward_roger", "averaged", "normal")
 _ERRORS = ("model", "robust", "CR0")
@@ -237,32 +240,9 @@ class ContrastMixin:
             raise ValueError(f"{name} has degrees of freedom of its own; got df={df!r}.")
         if reason := self._no_degrees_of_freedom():
             raise ValueError(f"{name} {reason}.")
-        X, y, groups, weights = rows
-        if X is None or y is None or groups is None:
+        if any(values is None for values in rows[:3]):
             raise ValueError(f"{name} needs X, y and groups, the rows of fit; got None among them.")
-        _, x, codes, _ = self._row_predictions(X, groups)
-        y = column_or_1d(check_array(y, ensure_2d=False, dtype=np.float64, input_name="y"))
-        check_consistent_length(x, y)
-        if weights is not None:
-            weights = check_sample_weight(weights, x, dtype=np.float64, ensure_non_negative=True)
-            used = weights > 0
-            x, y, codes, root = x[used], y[used], codes[used], np.sqrt(weights[used])
-        population = self._design.vectors(self.population_coef_, self.population_intercept_)
-        residuals = y - x @ population
-        if weights is not None:
-            x, residuals = x * root[:, None], residuals * root
-        counts = np.bincount(codes[codes >= 0], minlength=len(self.clients_))
-        found = None
-        if (codes >= 0).all() and np.array_equal(counts, self.n_samples_per_client_):
-            found = robust_errors(
-                x, residuals, codes, L, self._between, self.noise_variance_, errors != "CR0"
-            )
-        if found is None or found.largest_score > _LARGEST_SCORE:
-            raise ValueError(
-                f"{name} needs the rows of fit, with their weights: "
-                f"{self.n_samples_per_client_.sum()} rows of {len(self.clients_)} clients, whose "
-                f"estimates these are; got {len(x)} other ones."
-            )
+        found = robust_errors(systems_of_fit(self, name, *rows), L, errors != "CR0")
         return _Tests(found.variances, found.dfs, None)
 
     def _no_degrees_of_freedom(self: Any):
@@ -295,6 +275,35 @@ class ContrastMixin:
             n_rows,
             self.method == "reml",
         )
+
+
+def systems_of_fit(model: Any, name: str, X: Any, y: Any, groups: Any, weights: Any) -> Any:
+    """ClientSystems of the rows of the fit of a linear model; ValueError for other rows.
+
+    `name` is what needs them.
+    """
+    _, x, codes, _ = model._row_predictions(X, groups)
+    y = column_or_1d(check_array(y, ensure_2d=False, dtype=np.float64, input_name="y"))
+    check_consistent_length(x, y)
+    if weights is not None:
+        weights = check_sample_weight(weights, x, dtype=np.float64, ensure_non_negative=True)
+        used = weights > 0
+        x, y, codes, root = x[used], y[used], codes[used], np.sqrt(weights[used])
+    population = model._design.vectors(model.population_coef_, model.population_intercept_)
+    residuals = y - x @ population
+    if weights is not None:
+        x, residuals = x * root[:, None], residuals * root
+    counts = np.bincount(codes[codes >= 0], minlength=len(model.clients_))
+    systems = None
+    if (codes >= 0).all() and np.array_equal(counts, model.n_samples_per_client_):
+        systems = client_systems(x, residuals, codes, model._between, model.noise_variance_)
+    if systems is None or systems.largest_score > _LARGEST_SCORE:
+        raise ValueError(
+            f"{name} needs the rows of fit, with their weights: "
+            f"{model.n_samples_per_client_.sum()} rows of {len(model.clients_)} clients, whose "
+            f"estimates these are; got {len(x)} other ones."
+        )
+    return systems
 
 
 def _combinations(weights, names):

@@ -542,7 +542,6 @@ class PersonalizedLinearRegression(
 
     def _fitted_state(self, state, table, estimates):
         fitted = super()._fitted_state(state, table, estimates)
-        fitted["population_intercept_"] = float(fitted["population_intercept_"])
         fitted["noise_variance_"] = estimates.noise
         between, is_open = fitted["_between"], estimates.is_open
         fitted["_errors"] = population_errors(state["_design"], estimates, is_open, between)
@@ -593,10 +592,16 @@ class PersonalizedLinearRegression(
             return mean
         return mean, self._mask_inestimable(x, np.sqrt(self._row_variances(x, codes, levels)))
 
-    def _row_means(self, X, groups, **known):
+    def _rows_with(self, X, groups, **known):
         if known:
-            raise ValueError(f"predict_total of linear models takes no {', '.join(known)}.")
-        means, x, codes, _ = self._row_predictions(X, groups)
+            raise ValueError(f"linear models take no {', '.join(known)}.")
+        return self._row_predictions(X, groups)
+
+    def _drawn_responses(self, predictors, weights, rng):
+        return self._draw_response(predictors, self.noise_variance_ / weights, rng)
+
+    def _row_means(self, X, groups, **known):
+        means, x, codes, _ = self._rows_with(X, groups, **known)
         noise = np.full(len(x), self.noise_variance_)
         return RowMeans(x, codes, means, np.ones(len(x)), noise, "identity")
 

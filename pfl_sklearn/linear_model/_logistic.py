@@ -301,6 +301,13 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
             return class_probabilities(self._predictors_with(X, groups, offset)[0])
         return averaged_probabilities(self._predictor_law(X, groups, offset)[0])
 
+    def _rows_with(self, X, groups, offset=None):
+        return self._predictors_with(X, groups, offset)
+
+    def _drawn_responses(self, predictors, weights, rng):
+        is_second = rng.random_sample(len(predictors)) < expit(predictors)
+        return self.classes_[is_second.astype(int)]
+
     def _row_means(self, X, groups, offset=None):
         law, x = self._predictor_law(X, groups, offset)
         if law.predictors.shape[1] > 1:

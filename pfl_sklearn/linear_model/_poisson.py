@@ -356,6 +356,13 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         std = bounded_exp(log_average) * np.sqrt(np.expm1(np.maximum(far, 0.0)))
         return mean, self._mask_inestimable(x, std)
 
+    def _rows_with(self, X, groups, exposure=None, offset=None):
+        return self._predictors_with(X, groups, _log_offset(exposure, offset, X))
+
+    def _drawn_responses(self, predictors, weights, rng):
+        means = np.minimum(bounded_exp(predictors), _LARGEST_RESPONSE)
+        return self._row_family.distribution(means).rvs(random_state=rng).astype(np.float64)
+
     def _row_means(self, X, groups, exposure=None, offset=None):
         means = self.predict(X, groups=groups, exposure=exposure, offset=offset)
         _, x, codes, _ = self._row_predictions(X, groups)

@@ -209,6 +209,28 @@ def test_thresholds_that_cannot_be(kind, threshold, message):
         BENCHMARKED[kind]().exceedance(threshold)
 
 
+@pytest.mark.parametrize("kind", KNOWN)
+def test_ranks_are_of_the_posterior(kind):
+    fit, tail = KNOWN[kind]
+    model = fit()
+    table = model.ranks(n_draws=4000)
+    assert table["rank"].is_monotonic_increasing
+    own = table.sort_index()
+    assert_allclose(own["estimate"], model.means_)
+    # The probability of the largest, by integrating the others' tails over one client's quantiles.
+    levels = (np.arange(2000) + 0.5) / 2000
+    at = np.linspace(*_range_of(kind), 4001)
+    below = np.array([1 - tail(model, t) for t in at])  # (t, client)
+    for k, found in enumerate(own["probability_largest"]):
+        quantiles = np.interp(levels, below[:, k], at)
+        others = [np.interp(quantiles, at, each) for each in np.delete(below, k, axis=1).T]
+        assert_allclose(found, np.mean(np.prod(others, axis=0)), atol=0.03)
+
+
+def _range_of(kind):
+    return {"means": (-9.0, 14.0), "proportions": (0.0, 1.0), "rates": (0.0, 30.0)}[kind]
+
+
 # Meta-analysis: the trials of the BCG vaccine, as metafor prints them.
 
 

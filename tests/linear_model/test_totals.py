@@ -16,32 +16,7 @@ from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from tests.helpers.dense_mixed_model import draw_problem, solve
 from tests.helpers.slow import slow
-
-KINDS = {
-    "linear": PersonalizedLinearRegression,
-    "classes": PersonalizedLogisticRegression,
-    "counts": PersonalizedPoissonRegression,
-}
-ALONE = {"random": "intercept", "unseen": "population"}
-
-
-def draw(kind, rng, n_clients=30, n_rows=6):
-    """Features, responses, clients and predictors of rows."""
-    codes = np.repeat(np.arange(n_clients), n_rows)
-    x = rng.normal(size=(len(codes), 1))
-    deviations = 0.7 * rng.normal(size=n_clients)
-    predictors = 0.3 + 0.5 * x[:, 0] + deviations[codes]
-    y = {
-        "linear": lambda: predictors + rng.normal(size=len(codes)),
-        "classes": lambda: (rng.random(len(codes)) < mean_of(kind, predictors)).astype(int),
-        "counts": lambda: rng.poisson(mean_of(kind, predictors)),
-    }[kind]()
-    return x, y, codes, deviations
-
-
-def mean_of(kind, predictors):
-    functions = {"linear": lambda u: u, "classes": lambda u: 1 / (1 + np.exp(-u)), "counts": np.exp}
-    return functions[kind](predictors)
+from tests.helpers.three_responses import ALONE, KINDS, draw, mean_of, means_of
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -49,12 +24,6 @@ def fitted(request):
     x, y, codes, _ = draw(request.param, np.random.default_rng(0))
     model = KINDS[request.param](**ALONE).fit(x, y, groups=codes)
     return request.param, model, x, codes
-
-
-def means_of(model, kind, x, groups):
-    predict = model.predict_proba if kind == "classes" else model.predict
-    means = predict(x, groups=groups)
-    return means[:, 1] if kind == "classes" else means
 
 
 # Numbers ------------------------------------------------------------------------------------------
@@ -226,7 +195,7 @@ def test_exposure_of_counts():
         ({"weights": np.full(180, -1.0)}, "weights must be 180 numbers from 0 to 1e100"),
         ({"weights": [1.0, 2.0]}, "weights must be 180 numbers from 0 to 1e100"),
         ({"weights": np.zeros(180)}, "weights are all 0 for 'all'"),
-        ({"offset": np.zeros(180)}, "predict_total of linear models takes no offset"),
+        ({"offset": np.zeros(180)}, "linear models take no offset"),
         ({"level": 1.5}, "level must be a number"),
     ],
 )

@@ -22,48 +22,59 @@ class RobustErrors(NamedTuple):
 
     variances: Floats
     dfs: Floats
-    # Largest score of a coefficient, in standard deviations: 0 at the estimates of these rows.
-    largest_score: float
 
 
-def robust_errors(
-    x: Floats,
-    residuals: Floats,
-    codes: Integers,
-    L: Floats,
-    between: Floats,
-    noise: float,
-    adjusted: bool,
-) -> RobustErrors:
-    """RobustErrors of combinations L (k, p) for rows x (n, p) of the design with residuals (n,).
+class ClientSystems(NamedTuple):
+    """Rows of clients and their covariances, and what they say of p coefficients.
+
+    All columns are divided by `scale` (p,).
+    """
+
+    scale: Floats
+    parts: list[tuple[Floats, Floats]]  # rows (k, p + 1) with the residual last, and V (k, k)
+    informations: Floats  # (m, p, p), X' V^-1 X of every client
+    scores: Floats  # (m, p), X' V^-1 r
+
+    @property
+    def largest_score(self) -> float:
+        """Largest sum of scores, in standard deviations: 0 at the estimates of these rows."""
+        total = np.diag(self.informations.sum(axis=0))
+        length = np.sqrt(np.maximum(total, np.finfo(float).tiny))
+        return float(np.max(np.abs(self.scores.sum(axis=0)) / length))
+
+
+def client_systems(
+    x: Floats, residuals: Floats, codes: Integers, between: Floats, noise: float
+) -> ClientSystems:
+    """ClientSystems of rows x (n, p) of the design with residuals (n,).
 
     `between` (p, p) is the covariance between clients, and `codes` (n,) say which client a row is
-    of; with `adjusted` CR2, otherwise CR0.
+    of; all clients have rows.
     """
     size = np.sqrt(np.mean(x**2, axis=0))  # columns of like length lose fewest digits
     scale = np.where(size > 0, size, 1.0)
-    x, L = x / scale, L / scale
-    between = between * np.multiply.outer(scale, scale)
+    x, between = x / scale, between * np.multiply.outer(scale, scale)
     order = np.argsort(codes, kind="stable")
     table = np.column_stack([x, residuals])[order]
-    ends = np.cumsum(np.bincount(codes))
-    parts = [_triangle(rows) for rows in np.split(table, ends[:-1]) if len(rows)]
-    covariances = [
-        rows[:, :-1] @ between @ rows[:, :-1].T + noise * np.eye(len(rows)) for rows in parts
-    ]
-    pairs = list(zip(parts, covariances, strict=True))
-    normal = sum(
-        rows[:, :-1].T @ np.linalg.solve(covariance, rows[:, :-1]) for rows, covariance in pairs
-    )
-    inverse = np.linalg.pinv(normal, hermitian=True)
-    # Of every client: score, squares u' V u, and X' u, with u the weights of its residuals.
-    score = sum(
-        rows[:, :-1].T @ np.linalg.solve(covariance, rows[:, -1]) for rows, covariance in pairs
-    )
-    length = np.sqrt(np.maximum(np.diag(normal), np.finfo(float).tiny))
-    variances, squares = np.zeros(len(L)), np.zeros((len(pairs), len(L)))
-    crossed = np.zeros((len(pairs), len(L), len(normal)))
-    for at, (rows, covariance) in enumerate(pairs):
+    parts, products = [], []
+    for client in np.split(table, np.cumsum(np.bincount(codes))[:-1]):
+        rows = _triangle(client)
+        X = rows[:, :-1]
+        covariance = X @ between @ X.T + noise * np.eye(len(X))
+        parts.append((rows, covariance))
+        products.append(X.T @ np.linalg.solve(covariance, rows))
+    both = np.array(products)
+    return ClientSystems(scale, parts, both[:, :, :-1], both[:, :, -1])
+
+
+def robust_errors(systems: ClientSystems, L: Floats, adjusted: bool) -> RobustErrors:
+    """RobustErrors of combinations L (k, p); with `adjusted` CR2, otherwise CR0."""
+    L, m = L / systems.scale, len(systems.parts)
+    inverse = np.linalg.pinv(systems.informations.sum(axis=0), hermitian=True)
+    # Of every client: squares u' V u, and X' u, with u the weights of its residuals.
+    variances, squares = np.zeros(len(L)), np.zeros((m, len(L)))
+    crossed = np.zeros((m, len(L), len(inverse)))
+    for at, (rows, covariance) in enumerate(systems.parts):
         X = rows[:, :-1]
         weights = np.linalg.solve(covariance, X @ inverse @ L.T)
         if adjusted:
@@ -71,8 +82,7 @@ def robust_errors(
         variances += (weights.T @ rows[:, -1]) ** 2
         squares[at] = np.sum(weights * (covariance @ weights), axis=0)
         crossed[at] = weights.T @ X
-    largest = float(np.max(np.abs(score) / length))
-    return RobustErrors(variances, _degrees_of_freedom(squares, crossed, inverse), largest)
+    return RobustErrors(variances, _degrees_of_freedom(squares, crossed, inverse))
 
 
 def _triangle(rows):

@@ -18,7 +18,7 @@ from pfl_sklearn.base import check_level
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
 from pfl_sklearn.inspection._parametric_bootstrap import simulating_model
-from pfl_sklearn.inspection._residual_values import RowsToCheck, rows_inside
+from pfl_sklearn.inspection._residual_values import present_rows, rows_inside
 
 _LIMITS = (0.95, "--"), (0.998, ":")  # of Spiegelhalter (2005): a warning and an alarm
 
@@ -103,7 +103,7 @@ def observed_expected(
         )
     y = column_or_1d(y)
     check_consistent_length(X, y)
-    inside = rows_inside(estimator, RowsToCheck(X, None, groups, None, known))
+    inside = rows_inside(estimator, present_rows(X, None, groups, None, known))
     is_class = is_classifier(model)
     if is_class:
         y = y == model.classes_[1]

@@ -10,14 +10,12 @@ import numpy as np
 import pandas as pd
 from sklearn.base import clone
 from sklearn.compose import TransformedTargetRegressor
-from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn._typing import RandomState, TableLike
-from pfl_sklearn._unwrap import inner_estimator, innermost_estimator, predicting_estimator
+from pfl_sklearn._unwrap import inner_estimator, predicting_estimator
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.inspection._residual_values import RowsToCheck, rows_inside, unfrozen
-from pfl_sklearn.linear_model._base import BasePersonalizedRegression
+from pfl_sklearn.inspection._residual_values import mixed_model, present_rows, rows_inside, unfrozen
 
 
 def parametric_bootstrap(
@@ -106,7 +104,7 @@ def parametric_bootstrap(
             "epsilon (conf_int) count its noise already."
         )
     weights = {} if sample_weight is None else {"sample_weight": sample_weight}
-    inside = rows_inside(estimator, RowsToCheck(X, None, groups, None, known))
+    inside = rows_inside(estimator, present_rows(X, None, groups, None, known))
     responses = model.simulate(
         inside.X,
         groups=inside.groups,
@@ -142,14 +140,7 @@ def simulating_model(estimator: Any) -> Any:
 
     Raises TypeError for other estimators, and where the target is transformed.
     """
-    check_is_fitted(estimator)
-    model, outer = unfrozen(innermost_estimator(estimator)), estimator
-    if not isinstance(model, BasePersonalizedRegression):
-        raise TypeError(
-            "expected a fitted PersonalizedLinearRegression, PersonalizedLogisticRegression or "
-            "PersonalizedPoissonRegression, or a pipeline, ClientColumn or search around one; got "
-            f"{type(model).__name__}."
-        )
+    model, outer = mixed_model(estimator), estimator
     while outer is not None:
         outer = unfrozen(outer)
         if isinstance(outer, TransformedTargetRegressor):

@@ -15,7 +15,7 @@ from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
 from pfl_sklearn.inspection._parametric_bootstrap import simulating_model
-from pfl_sklearn.inspection._residual_values import RowsToCheck, rows_inside
+from pfl_sklearn.inspection._residual_values import present_rows, rows_inside
 
 _PANELS = ("responses", "clients")
 _MOST_STEPS = 400  # of a distribution function, more than a picture resolves
@@ -137,8 +137,7 @@ class PredictiveCheckDisplay:
         y = column_or_1d(y)
         check_consistent_length(X, y)
         known = {"exposure": exposure, "offset": offset}
-        known = {name: values for name, values in known.items() if values is not None}
-        inside = rows_inside(estimator, RowsToCheck(X, None, groups, None, known))
+        inside = rows_inside(estimator, present_rows(X, None, groups, None, known))
         simulated = model.simulate(
             inside.X,
             groups=inside.groups,

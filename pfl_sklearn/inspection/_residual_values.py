@@ -33,6 +33,7 @@ from pfl_sklearn.linear_model import (
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
 )
+from pfl_sklearn.linear_model._base import BasePersonalizedRegression
 from pfl_sklearn.linear_model._mixed._predictions import average_tail, normal_average
 from pfl_sklearn.priors import GaussianPrior
 
@@ -48,8 +49,8 @@ _ZERO_RESPONSE = 1e-100  # stands for the largest response if all are 0
 _SMALLEST_TAIL = 1e-300  # probability of a residual: the normal quantile of 0 is infinite
 
 
-class RowsToCheck(NamedTuple):
-    """Rows X, targets (n,), client ids (n,), weights (n,) or None, and exposure and offset."""
+class _RowsToCheck(NamedTuple):
+    """Rows X, targets (n,) or None, client ids (n,), weights (n,) or None, exposure and offset."""
 
     X: Any
     y: Any
@@ -81,6 +82,19 @@ def _checked_model(estimator):
     return fitted
 
 
+def mixed_model(estimator: Any) -> Any:
+    """The mixed model inside a fitted estimator; TypeError if there is none."""
+    check_is_fitted(estimator)
+    fitted = unfrozen(innermost_estimator(estimator))
+    if not isinstance(fitted, BasePersonalizedRegression):
+        raise TypeError(
+            "expected a fitted PersonalizedLinearRegression, PersonalizedLogisticRegression or "
+            "PersonalizedPoissonRegression, or a pipeline, ClientColumn or search around one; got "
+            f"{type(fitted).__name__}."
+        )
+    return fitted
+
+
 def _has_link(fitted):
     """Whether this is a regression with a link function, also one of another package."""
     return hasattr(fitted, "_row_family")
@@ -106,7 +120,7 @@ def residuals_of(
     a residual over that of the noise; fitted_label and residual_label.
     """
     fitted = _checked_model(estimator)
-    rows = _present_rows(X, y, groups, sample_weight, metadata or {})
+    rows = present_rows(X, y, groups, sample_weight, metadata or {})
     rows = rows_inside(estimator, rows)
     n = num_samples(rows.X)
     ids = np.zeros(n, dtype=int) if rows.groups is None else rows.groups
@@ -212,7 +226,7 @@ def unfrozen(estimator):
     return estimator
 
 
-def _present_rows(X, y, groups, sample_weight, metadata):
+def present_rows(X, y, groups, sample_weight, metadata):
     """Rows with positive weights, as the outermost estimator takes them."""
     metadata = {name: values for name, values in metadata.items() if values is not None}
     for name, values in metadata.items():
@@ -220,18 +234,18 @@ def _present_rows(X, y, groups, sample_weight, metadata):
     metadata = {name: np.asarray(values) for name, values in metadata.items()}
     check_consistent_length(X, y, *metadata.values())
     if sample_weight is None:
-        return RowsToCheck(X, y, groups, None, metadata)
+        return _RowsToCheck(X, y, groups, None, metadata)
     # Rows of weight 0 had no part in the fit, so their residuals have another variance.
     weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
     present = np.flatnonzero(weights > 0)
     if len(present) == len(weights):
-        return RowsToCheck(X, y, groups, weights, metadata)
+        return _RowsToCheck(X, y, groups, weights, metadata)
     check_consistent_length(X, groups)
     X, y, groups = (
         None if part is None else safe_indexing(part, present) for part in (X, y, groups)
     )
     metadata = {name: values[present] for name, values in metadata.items()}
-    return RowsToCheck(X, y, groups, weights[present], metadata)
+    return _RowsToCheck(X, y, groups, weights[present], metadata)
 
 
 def rows_inside(estimator, rows):
@@ -244,8 +258,9 @@ def rows_inside(estimator, rows):
             X, params = transform_for_inner(estimator, rows.X, params)
             rows = rows._replace(X=X, groups=params.pop("groups"), metadata=params)
         elif isinstance(estimator, TransformedTargetRegressor):
-            y = np.reshape(column_or_1d(rows.y), (-1, 1))
-            rows = rows._replace(y=estimator.transformer_.transform(y).ravel())
+            if rows.y is not None:
+                y = np.reshape(column_or_1d(rows.y), (-1, 1))
+                rows = rows._replace(y=estimator.transformer_.transform(y).ravel())
         elif not hasattr(estimator, "best_estimator_"):
             raise TypeError(
                 f"the rows inside {type(estimator).__name__} are unknown; give the "
@@ -262,7 +277,7 @@ def _residuals_of_responses(fitted, rows, held_out):
     predicted = fitted.predict(rows.X, groups=rows.groups)
     codes = fitted._encode_predict(rows.X, rows.groups)
     weights = np.ones(len(y)) if rows.weights is None else rows.weights
-    x, levels = _design_rows(fitted, rows.X) if is_linear_model(fitted) else (None, None)
+    x, levels = design_rows(fitted, rows.X) if is_linear_model(fitted) else (None, None)
     population, variances, prior = _moments_of_predictions(fitted, x, codes, levels)
     in_fit = (codes >= 0) & (not held_out)
     for level in levels or []:  # a row of a level that fit did not see is new
@@ -305,7 +320,7 @@ def _expected_residuals(deviations, variances, prior, in_fit):
     )
 
 
-def _design_rows(fitted, X):
+def design_rows(fitted, X):
     """Rows (n, p) of the design, and codes (n,) of the levels of each grouping; None without."""
     columns = getattr(fitted, "_grouping_columns", None)
     if columns is None:
@@ -317,7 +332,7 @@ def _design_rows(fitted, X):
 def _moments_of_predictions(fitted, x, codes, levels):
     """Population predictions (n,), variances (n,) of the rows' predictions, and prior variances.
 
-    Rows x (n, p) and levels are those of `_design_rows`. Variances are NaN without a posterior;
+    Rows x (n, p) and levels are those of `design_rows`. Variances are NaN without a posterior;
     prior variances are None unless the prior is normal.
     """
     normal = type(fitted.prior_) is GaussianPrior

@@ -70,11 +70,13 @@ print(f"{subject.nunique()} subjects, {len(table)} rows")
 # - ``days + (days | subject)``: the same with a correlation.
 #
 # The numbers on the right are lme4's for the real table (Bates et al., 2015, and the documentation
-# of ``lmer``). Ours, on the left, are rounded to the same number of digits.
+# of ``lmer``). Ours, on the left, are rounded to the same number of digits. lme4's standard errors
+# take the variances as known, so ours do so as well (``uncertainty="plug_in"``).
 zeros = pd.DataFrame({"zero": np.zeros(len(table))})
-by_intercept = PersonalizedLinearRegression(random="intercept")
-independent = PersonalizedLinearRegression(GaussianPrior(covariance_type="diag", centered=False))
-correlated = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"))
+known = {"uncertainty": "plug_in"}
+by_intercept = PersonalizedLinearRegression(random="intercept", **known)
+independent = PersonalizedLinearRegression(GaussianPrior(centered=False), **known)
+correlated = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"), **known)
 models = {
     "1 + (1 | subject)": clone(by_intercept).fit(zeros, reaction, groups=subject),
     "days + (1 | subject)": by_intercept.fit(X, reaction, groups=subject),

@@ -16,6 +16,7 @@ from pfl_sklearn._client_tables import SummaryTable, class_quantity
 from pfl_sklearn._compat import check_sample_weight
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import check_level
+from pfl_sklearn.linear_model._mixed._groupings._information import grouped_information
 from pfl_sklearn.linear_model._mixed._normal_rows._degrees_of_freedom import (
     JointTest,
     variance_information,
@@ -29,6 +30,7 @@ _METHODS = ("auto", "satterthwaite", "kenward_roger", "averaged", "normal")
 _ERRORS = ("model", "robust", "CR0")
 _COLUMNS = ("estimate", "std_error", "statistic", "df", "p_value", "lower", "upper")
 JOINT = "joint F"  # label of the test of all rows
+_MOST_ROWS = 5000  # of a cluster, whose covariance then has 200 MB
 _LARGEST_SCORE = 0.01  # standard deviations of a score, which is 0 at the estimates
 _INDEPENDENT = 1e-10  # smallest singular value of combinations of length 1
 
@@ -77,15 +79,15 @@ class ContrastMixin:
             - "averaged": errors of :attr:`population_covariance_`, which are averaged over the
               variances, and normal tests;
             - "normal": plug-in errors and normal tests;
-            - "auto": "satterthwaite" for linear models without `groupings` that were fitted by
-              likelihood, and "averaged" for all others: classes and counts, `groupings`, releases,
-              and other priors.
+            - "auto": "satterthwaite" for linear models that were fitted by likelihood, and
+              "averaged" for all others: classes and counts, more than 500 effects of levels,
+              releases, and other priors.
         errors : {"model", "robust", "CR0"}, default="model"
             "robust": errors of a linear model that hold whatever the covariance of a client's rows
             is (heteroscedastic, autocorrelated, heavy-tailed), from the residuals of clients: CR2,
             with the degrees of freedom of Bell and McCaffrey. "CR0": the plain sandwich, which is
-            too small with few clients. Both need the rows of ``fit``, and no `df`; they are not
-            there with `groupings`.
+            too small with few clients. Both need the rows of ``fit``, and no `df`. Clusters are
+            the clients, or with `groupings` the levels that all others are nested in.
         X, y, groups, sample_weight : rows of ``fit``, and their weights if it had any
             For robust errors, as models keep no rows. With weights, CR2 adjusts residuals times the
             roots of these.
@@ -110,8 +112,8 @@ class ContrastMixin:
             For names that are no coefficients, weights that are all 0, combinations that the rows
             of ``fit`` do not determine, methods that the fit does not go with, and if degrees of
             freedom are asked of a released model or that of one client. With robust errors for
-            models that are not linear, or have `groupings`, and for rows that are not those of
-            ``fit``.
+            models that are not linear, for crossed groupings (which have no independent clusters),
+            clusters of more than 5,000 rows, and rows that are not those of ``fit``.
 
         References
         ----------
@@ -148,7 +150,7 @@ class ContrastMixin:
         estimates = L @ coefficients
         fit_rows = X, y, groups, sample_weight
         if errors != "model":
-            tests = self._robust_tests_of(L, errors, df, fit_rows)
+            tests = self._robust_tests_of(L, estimates, errors, df, fit_rows)
         elif any(values is not None for values in fit_rows):
             raise ValueError(
                 "X, y, groups and sample_weight are for robust errors; got errors='model'."
@@ -205,6 +207,11 @@ class ContrastMixin:
             return _Tests(_variances(L, covariance), np.full(len(L), np.inf), joint)
         if reason:
             raise ValueError(f"df={method!r} {reason}; expected df='averaged' or df='normal'.")
+        if method == "kenward_roger" and getattr(self, "_levels", ()):
+            raise ValueError(
+                "df='kenward_roger' is for a single grouping of the rows; with groupings take "
+                "'satterthwaite'."
+            )
         information, order = self._variance_information(), self._design.order
         L, basis = L[:, order], basis[:, order]
         if method == "satterthwaite":
@@ -233,33 +240,42 @@ class ContrastMixin:
         joint = _joint_test(basis @ covariance @ basis.T, of_basis, float(df))
         return _Tests(_variances(L, covariance), np.full(len(L), float(df)), joint)
 
-    def _robust_tests_of(self: Any, L, errors, df, rows):
+    def _robust_tests_of(self: Any, L, estimates, errors, df, rows):
         """_Tests of combinations L (k, p) by the residuals of the rows of fit."""
         name = f"errors={errors!r}"
         if df != "auto":
             raise ValueError(f"{name} has degrees of freedom of its own; got df={df!r}.")
-        if reason := self._no_degrees_of_freedom():
+        if reason := self._no_degrees_of_freedom(robust=True):
             raise ValueError(f"{name} {reason}.")
         if any(values is None for values in rows[:3]):
             raise ValueError(f"{name} needs X, y and groups, the rows of fit; got None among them.")
-        found = robust_errors(systems_of_fit(self, name, *rows), L, errors != "CR0")
-        return _Tests(found.variances, found.dfs, None)
+        systems = systems_of_fit(self, name, *rows)
+        found = robust_errors(systems, L, errors != "CR0", *_independent(L, estimates))
+        return _Tests(found.variances, found.dfs, found.joint)
 
-    def _no_degrees_of_freedom(self: Any):
-        """Why a fit has normal tests alone; "" if it has others."""
+    def _no_degrees_of_freedom(self: Any, robust=False):
+        """Why a fit has normal tests alone, or no robust ones; "" if it has others."""
         if not hasattr(self, "noise_variance_"):
             return "is for linear models: classes and counts have normal tests"
-        if getattr(self, "_levels", ()):
-            return "is for a single grouping of the rows; this fit has groupings"
         if len(getattr(self, "clients_", ())) != self.privacy_.n_clients:
             return "needs the fit of all clients, not a model of release() or for_client()"
         if self._shape is None or math.isfinite(self.epsilon):
             return "needs variances that were estimated by likelihood, of several clients"
+        if getattr(self, "_levels", ()):
+            has_profile = self._component_variances.profile is not None
+            return (
+                ""
+                if has_profile or robust
+                else "needs at most 500 effects of levels, and no given variances"
+            )
         posterior = getattr(self._posterior, "plug_in", self._posterior)
         return "" if hasattr(posterior, "rows") else "needs clients that share a population"
 
     def _variance_information(self: Any):
         """VarianceInformation of the fit, with columns in the order of the posterior."""
+        if getattr(self, "_levels", ()):
+            posterior = getattr(self._posterior, "plug_in", self._posterior)
+            return grouped_information(self._component_variances, posterior.population.back)
         shape, free_noise = self._shape
         design, posterior = self._design, getattr(self._posterior, "plug_in", self._posterior)
         deviations = design.vectors(
@@ -282,21 +298,26 @@ def systems_of_fit(model: Any, name: str, X: Any, y: Any, groups: Any, weights: 
 
     `name` is what needs them.
     """
-    _, x, codes, _ = model._row_predictions(X, groups)
+    _, x, codes, levels = model._row_predictions(X, groups)
     y = column_or_1d(check_array(y, ensure_2d=False, dtype=np.float64, input_name="y"))
     check_consistent_length(x, y)
+    residuals = y - x @ model._design.vectors(model.population_coef_, model.population_intercept_)
+    groupings = [codes, *(levels or [])]
     if weights is not None:
         weights = check_sample_weight(weights, x, dtype=np.float64, ensure_non_negative=True)
         used = weights > 0
-        x, y, codes, root = x[used], y[used], codes[used], np.sqrt(weights[used])
-    population = model._design.vectors(model.population_coef_, model.population_intercept_)
-    residuals = y - x @ population
-    if weights is not None:
-        x, residuals = x * root[:, None], residuals * root
+        groupings, root = [each[used] for each in groupings], np.sqrt(weights[used])
+        x, residuals = x[used] * root[:, None], residuals[used] * root
+    codes, systems = groupings[0], None
     counts = np.bincount(codes[codes >= 0], minlength=len(model.clients_))
-    systems = None
     if (codes >= 0).all() and np.array_equal(counts, model.n_samples_per_client_):
-        systems = client_systems(x, residuals, codes, model._between, model.noise_variance_)
+        names, covariances = ["client"], [model._between]
+        for each in getattr(model, "_levels", ()):
+            names.append(each.name)
+            covariances.append(each.embedded_covariance(model._design))
+        effects = list(zip(groupings, covariances, strict=True))
+        effects = _outermost_last(effects, names, name)
+        systems = client_systems(x, residuals, model.noise_variance_, effects)
     if systems is None or systems.largest_score > _LARGEST_SCORE:
         raise ValueError(
             f"{name} needs the rows of fit, with their weights: "
@@ -304,6 +325,27 @@ def systems_of_fit(model: Any, name: str, X: Any, y: Any, groups: Any, weights: 
             f"estimates these are; got {len(x)} other ones."
         )
     return systems
+
+
+def _outermost_last(effects, names, name):
+    """Groupings, the one last whose levels hold those of all others; ValueError without one."""
+    at = int(np.argmin([codes.max() for codes, _ in effects]))
+    outer = effects[at][0]
+    if (outer < 0).any():
+        raise ValueError(f"{name} needs a level of {names[at]!r} in every row.")
+    for other, (codes, _) in zip(names, effects, strict=True):
+        pairs = np.unique(np.column_stack([codes, outer])[codes >= 0], axis=0)
+        if len(np.unique(pairs[:, 0])) < len(pairs):
+            raise ValueError(
+                f"{name} needs independent clusters, but levels of {other!r} are in several levels "
+                f"of {names[at]!r}: crossed groupings have none."
+            )
+    largest = int(np.bincount(outer).max())
+    if len(effects) > 1 and largest > _MOST_ROWS:
+        raise ValueError(
+            f"{name} takes clusters of up to {_MOST_ROWS} rows; one of {names[at]!r} has {largest}."
+        )
+    return [*effects[:at], *effects[at + 1 :], effects[at]]
 
 
 def _combinations(weights, names):

@@ -47,7 +47,8 @@ def grouped_information(variances: Any, back: Any) -> VarianceInformation:
 def _root(equations):
     """Root (k, k) of the covariance of the population's coefficients, over the noise variance."""
     of_population = equations.inverse_root[equations.products.n_outer_effects :]
-    return np.linalg.qr(of_population.T, mode="r").T
+    triangle: Any = np.linalg.qr(of_population.T, mode="r")
+    return triangle.T
 
 
 def _steps(variances):

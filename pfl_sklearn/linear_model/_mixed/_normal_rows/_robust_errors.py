@@ -66,7 +66,7 @@ def client_systems(
         rows, codes = table[at], [codes[at] for codes, _ in effects]
         if len(effects) == 1:
             rows = _triangle(rows)
-            codes = [np.zeros(len(rows))]
+            codes = [np.zeros(len(rows), dtype=np.intp)]
         X = rows[:, :-1]
         covariance = noise * np.eye(len(X))
         for code, (_, between) in zip(codes, effects, strict=True):

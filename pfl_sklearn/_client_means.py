@@ -241,9 +241,9 @@ class BaseClientMean(ClientMixin, BaseEstimator):
 
         Notes
         -----
-        They are of the posterior of :meth:`credible_interval`: its quantiles are interpolated on
-        the scale of a normal variable, so that they are exact to about 3e-4 between 1e-6 and
-        1 - 1e-6, and 0 or 1 beyond.
+        They are of the posterior of :meth:`credible_interval`. Of means and published tables its
+        quantiles are interpolated on the scale of a normal variable: probabilities are exact to
+        about 3e-4 between 1e-6 and 1 - 1e-6, and 0 or 1 beyond.
         """
         self._require_fitted("means_")
         if self.means_.ndim == 2:
@@ -260,14 +260,19 @@ class BaseClientMean(ClientMixin, BaseEstimator):
                 f"threshold must be one number or {len(self.means_)}, between {low:g} and {high:g};"
                 f" got {threshold!r}."
             )
-        scores, quantiles = self._quantiles()
-        thresholds = np.broadcast_to(values, self.means_.shape)
-        found = [
-            np.interp(t, each, scores, left=-np.inf, right=np.inf)
-            for t, each in zip(thresholds, quantiles.T, strict=True)
-        ]
+        thresholds = np.broadcast_to(values, self.means_.shape).astype(np.float64)
+        if (posterior := self._averaged_posterior()) is not None:
+            priors, *counts = posterior
+            above = 1 - priors.below(*counts, thresholds)
+        else:
+            scores, quantiles = self._quantiles()
+            found = [
+                np.interp(t, each, scores, left=-np.inf, right=np.inf)
+                for t, each in zip(thresholds, quantiles.T, strict=True)
+            ]
+            above = ndtr(-np.array(found))
         index = pd.Index(self.clients_, name="client")
-        series = pd.Series(ndtr(-np.array(found)), index, name="exceedance")
+        series = pd.Series(above, index, name="exceedance")
         if note := coverage_note(self):
             series.attrs["privacy"] = note
         return series
@@ -301,7 +306,8 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         Notes
         -----
         The mean of a client's rank minimizes the expected squared error of ranks (Laird and Louis,
-        1989). Clients' posteriors are those of :meth:`credible_interval`, drawn independently.
+        1989). Clients' posteriors are those of :meth:`credible_interval`. Of proportions and rates
+        the population is drawn, too; means are drawn independently of one another.
 
         References
         ----------
@@ -313,11 +319,25 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         if self.means_.ndim == 2:
             raise ValueError("ranks takes means of one output; fit each output by itself.")
         n = check_scalar(n_draws, "n_draws", Integral, min_val=1)
-        scores, quantiles = self._quantiles()
-        drawn = check_random_state(random_state).normal(size=(len(self.means_), n))
-        draws = [np.interp(z, scores, each) for z, each in zip(drawn, quantiles.T, strict=True)]
-        table = rank_table(np.transpose(draws), self.means_, self.clients_, level)
+        rng = check_random_state(random_state)
+        if (posterior := self._averaged_posterior()) is not None:
+            priors, *counts = posterior
+            draws = priors.draws(*counts, n, rng)
+        else:
+            scores, quantiles = self._quantiles()
+            drawn = rng.normal(size=(len(self.means_), n))
+            parts = zip(drawn, quantiles.T, strict=True)
+            draws = np.transpose([np.interp(z, scores, each) for z, each in parts])
+        table = rank_table(draws, self.means_, self.clients_, level)
         return mark_coverage(table, self)
+
+    def _averaged_posterior(self: Any):
+        """Priors that errors are averaged over, and clients' counts (m,) and sizes; or None."""
+        priors = getattr(self, "_priors", None)
+        # Published tables have intervals of their own, and releases conjugate ones.
+        if priors is None or hasattr(self, "_intervals") or not self._posterior_is_exact:
+            return None
+        return (priors, *self._client_counts())
 
     def _quantiles(self):
         """Normal scores (k,), and the posterior quantiles (k, m) of the means at them."""

@@ -122,6 +122,8 @@ EXCEPTIONS = {
     "inspection/_client_gain.py ClientGainDisplay.plot": FIGURE,
     "inspection/_coefficients.py CoefficientDisplay.plot": FIGURE,
     "inspection/_convergence.py ConvergenceDisplay.plot": FIGURE,
+    "inspection/_funnel.py FunnelDisplay.plot": FIGURE,
+    "inspection/_predictive_check.py PredictiveCheckDisplay.plot": FIGURE,
     "inspection/_privacy_accuracy.py PrivacyAccuracyDisplay.plot": FIGURE,
     "inspection/_residuals.py ResidualsDisplay.plot": FIGURE,
     "inspection/_shrinkage.py ShrinkageDisplay.plot": FIGURE,

@@ -467,10 +467,14 @@ class BernoulliMean(
         if not self._posterior_is_exact:
             tails = (1 - level) / 2, (1 + level) / 2
             return BetaPriors.matched_quantiles(self.means_, self.stds_, tails)
-        trials = self.n_samples_per_client_
-        # A model of for_client has its client's share alone, from which the counts follow.
-        table = count_table(np.rint(self.local_means_ * trials), trials)
+        table = count_table(*self._client_counts())
         return central_intervals(table, self.prior_, self._priors, level)
+
+    def _client_counts(self):
+        """Successes and trials (m,) of the clients."""
+        # A model of for_client has its client's share alone, from which the counts follow.
+        trials = self.n_samples_per_client_
+        return np.rint(self.local_means_ * trials), trials
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""

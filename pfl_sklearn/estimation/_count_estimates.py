@@ -57,8 +57,10 @@ class PlausiblePriors:
     # The conjugate prior with a mean and a variance, and the largest value that clients can have.
     _from_moments: ClassVar[Any]
     _upper_end: ClassVar[float]
-    # The distribution function, and an upper bound of quantiles (u,), of posteriors (u, h).
+    # The distribution function, random values, and an upper bound of quantiles (u,), of posteriors
+    # (u, h).
     _cdf: ClassVar[Any]
+    _draw: ClassVar[Any]
     _quantile_bound: ClassVar[Any]
     # Priors (k, n_means) and their log weights for ratios (k,); expected counts of the largest
     # client.
@@ -142,20 +144,40 @@ class PlausiblePriors:
 
     def quantiles(self, successes, trials, tails):
         """Quantiles (u,) of clients' values given counts (u,), for each of the tails."""
-        # Most priors have hardly any weight, and each costs time in every step of the root finder.
-        relevant = self.weights > _LEAST_WEIGHT_IN_QUANTILES * self.weights.max()
-        weights = self.weights[relevant] / self.weights[relevant].sum()
-        priors = type(self)(self.a[relevant], self.b[relevant], weights)
+        priors = self._likely()
         a, b = priors._posterior_parameters(successes, trials)
 
         def distribution(values, at):
-            return self._cdf(a[at], b[at], values[:, None]) @ weights
+            return self._cdf(a[at], b[at], values[:, None]) @ priors.weights
 
         lowest = np.zeros(len(trials))
         return [
             quantiles_between(distribution, lowest, self._quantile_bound(a, b, tail), tail)
             for tail in tails
         ]
+
+    def below(self, successes, trials, values):
+        """Probabilities (m,) that clients' values, given counts (m,), are below others (m,)."""
+        priors = self._likely()
+
+        def probability(successes, trials, values):
+            a, b = priors._posterior_parameters(successes, trials)
+            return self._cdf(a, b, values[:, None]) @ priors.weights
+
+        return by_blocks(probability, successes, trials, values)
+
+    def draws(self, successes, trials, n, rng):
+        """Draws (n, m) from the joint posterior of clients given counts (m,)."""
+        # All clients of a draw have one prior.
+        chosen = rng.choice(len(self.weights), size=n, p=self.weights)
+        priors = type(self)(self.a[chosen], self.b[chosen], self.weights[chosen])
+        return self._draw(rng, *priors._posterior_parameters(successes, trials)).T
+
+    def _likely(self):
+        """The priors that have weight: each costs time in every step of a root finder."""
+        relevant = self.weights > _LEAST_WEIGHT_IN_QUANTILES * self.weights.max()
+        weights = self.weights[relevant] / self.weights[relevant].sum()
+        return type(self)(self.a[relevant], self.b[relevant], weights)
 
 
 def by_blocks(function, *columns):

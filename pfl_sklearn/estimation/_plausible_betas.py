@@ -95,6 +95,10 @@ class BetaPriors(PlausiblePriors):
     _cdf = staticmethod(betainc)
 
     @staticmethod
+    def _draw(rng, a, b):
+        return rng.beta(a, b)
+
+    @staticmethod
     def _quantile_bound(a, b, tail):
         return np.ones(len(a))
 

@@ -99,6 +99,10 @@ class GammaPriors(PlausiblePriors):
         return gammainc(shapes, rates * values)
 
     @staticmethod
+    def _draw(rng, shapes, rates):
+        return rng.gamma(shapes, 1 / rates)
+
+    @staticmethod
     def _quantile_bound(shapes, rates, tail):
         # Cantelli's inequality.
         return np.max((shapes + np.sqrt(shapes / (1 - tail))) / rates, axis=1)

@@ -496,10 +496,14 @@ class PoissonMean(
         if not self._posterior_is_exact:  # an average over priors, as after a release
             tails = (1 - level) / 2, (1 + level) / 2
             return GammaPriors.matched_quantiles(self.means_, self.stds_, tails)
-        exposure = self.exposure_per_client_
-        # A model of for_client has its client's rate alone, from which the counts follow.
-        table = exposure_table(nearly_whole(self.local_means_ * exposure), exposure)
+        table = exposure_table(*self._client_counts())
         return central_intervals(table, self.prior_, self._priors, level)
+
+    def _client_counts(self):
+        """Events and exposure (m,) of the clients."""
+        # A model of for_client has its client's rate alone, from which the counts follow.
+        exposure = self.exposure_per_client_
+        return nearly_whole(self.local_means_ * exposure), exposure
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""

@@ -187,12 +187,24 @@ def test_exceedance_is_of_the_posterior(kind):
     assert_allclose(model.exceedance(own[::-1]), expected(model, model.means_), atol=3e-4)
 
 
-def test_exceedance_at_the_bounds_of_intervals():
+@pytest.mark.parametrize("kind", BENCHMARKED)
+def test_exceedance_at_the_bounds_of_intervals(kind):
     """Also where errors are averaged over variances."""
-    model = BENCHMARKED["means"]()
+    model = BENCHMARKED[kind]()
     lower, upper = model.credible_interval(0.9)
-    assert_allclose(model.exceedance(lower), 0.95, atol=2e-3)
-    assert_allclose(model.exceedance(upper), 0.05, atol=2e-3)
+    assert_allclose(model.exceedance(lower), 0.95, atol=2e-3 if kind == "means" else 1e-9)
+    assert_allclose(model.exceedance(upper), 0.05, atol=2e-3 if kind == "means" else 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["proportions", "rates"])
+def test_ranks_are_drawn_with_the_population(kind):
+    """Draws have the distance from the estimates that the standard deviations state."""
+    model = BENCHMARKED[kind]()
+    priors, *counts = model._averaged_posterior()
+    draws = priors.draws(*counts, 40_000, np.random.RandomState(0))
+    distance = np.sqrt(np.mean((draws - model.means_) ** 2, axis=0))
+    assert_allclose(distance, model.stds_, rtol=0.03)
+    assert_allclose(model.ranks()["rank"].sum(), len(counts[0]) * (len(counts[0]) + 1) / 2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import betaincinv, gammaincinv, ndtri
 from sklearn.base import is_classifier
-from sklearn.utils import check_consistent_length, column_or_1d
+from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._client_tables import mark_coverage
 from pfl_sklearn._clients import encode_clients, segment_sums
@@ -18,7 +18,11 @@ from pfl_sklearn.base import check_level
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
 from pfl_sklearn.inspection._parametric_bootstrap import simulating_model
-from pfl_sklearn.inspection._residual_values import present_rows, rows_inside
+from pfl_sklearn.inspection._residual_values import (
+    checked_responses,
+    present_rows,
+    rows_inside,
+)
 
 _LIMITS = (0.95, "--"), (0.998, ":")  # of Spiegelhalter (2005): a warning and an alarm
 
@@ -101,12 +105,10 @@ def observed_expected(
             "observed_expected is for classes and counts; for a linear model compare the clients' "
             f"effects(); got a {type(model).__name__}."
         )
-    y = column_or_1d(y)
+    y = checked_responses(model, y)
     check_consistent_length(X, y)
     inside = rows_inside(estimator, present_rows(X, None, groups, None, known))
     is_class = is_classifier(model)
-    if is_class:
-        y = y == model.classes_[1]
     ids = np.zeros(len(y), dtype=int) if inside.groups is None else inside.groups
     clients, codes = encode_clients(ids, len(y))
     options = {"groups": inside.groups, **inside.metadata}
@@ -117,7 +119,7 @@ def observed_expected(
     else:
         means = population.predict(inside.X, **options)
     m = len(clients)
-    observed, expected = (segment_sums(v.astype(float), codes, m) for v in (y, means))
+    observed, expected = (segment_sums(values, codes, m) for values in (y, means))
     n_rows = totals["n_rows"].to_numpy()
     lower, upper = _exact_limits(observed, n_rows if is_class else None, level)
     columns = {

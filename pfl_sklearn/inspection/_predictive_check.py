@@ -7,7 +7,7 @@ from typing import Any, Self, cast
 import numpy as np
 import pandas as pd
 from sklearn.base import is_classifier
-from sklearn.utils import check_consistent_length, column_or_1d
+from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._clients import Codes, encode_clients, row_counts, segment_sums
 from pfl_sklearn._parameters import with_parameters
@@ -15,7 +15,11 @@ from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
 from pfl_sklearn.inspection._parametric_bootstrap import simulating_model
-from pfl_sklearn.inspection._residual_values import present_rows, rows_inside
+from pfl_sklearn.inspection._residual_values import (
+    checked_responses,
+    present_rows,
+    rows_inside,
+)
 
 _PANELS = ("responses", "clients")
 _MOST_STEPS = 400  # of a distribution function, more than a picture resolves
@@ -134,7 +138,7 @@ class PredictiveCheckDisplay:
             As ``simulate``, and for an unknown panel.
         """
         model = simulating_model(estimator)
-        y = column_or_1d(y)
+        y = checked_responses(model, y)
         check_consistent_length(X, y)
         known = {"exposure": exposure, "offset": offset}
         inside = rows_inside(estimator, present_rows(X, None, groups, None, known))
@@ -149,10 +153,10 @@ class PredictiveCheckDisplay:
         label = "response"
         if is_classifier(model):
             label = f"share of {model.classes_[1]}"
-            y, simulated = y == model.classes_[1], simulated == model.classes_[1]
+            simulated = simulated == model.classes_[1]
         ids = np.zeros(len(y), dtype=int) if inside.groups is None else inside.groups
         display = cls(
-            observed=y.astype(np.float64),
+            observed=y,
             simulated=simulated.astype(np.float64),
             codes=encode_clients(ids, len(y)).codes,
             is_class=is_classifier(model),

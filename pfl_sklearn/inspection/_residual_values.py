@@ -272,8 +272,7 @@ def rows_inside(estimator, rows):
 
 def _residuals_of_responses(fitted, rows, held_out):
     """Residuals of a model of means, as in :func:`residuals_of`."""
-    y = column_or_1d(rows.y, dtype=np.float64)
-    assert_all_finite(y, input_name="y")
+    y = checked_responses(fitted, rows.y)
     predicted = fitted.predict(rows.X, groups=rows.groups)
     codes = fitted._encode_predict(rows.X, rows.groups)
     weights = np.ones(len(y)) if rows.weights is None else rows.weights
@@ -380,23 +379,34 @@ def _residuals_of_classes(fitted, rows, held_out, random_state):
     """Randomized quantile residuals of a model of two classes, as in :func:`residuals_of`."""
     # For a label with probability p we draw a uniform number below p and take its normal quantile,
     # with a plus sign for the second class.
-    y = np.asarray(column_or_1d(rows.y))
-    unknown = ~np.isin(y, fitted.classes_)
-    if unknown.any():
-        raise ValueError(
-            f"y holds {y[unknown].tolist()[0]!r}, but the classes of fit are "
-            f"{fitted.classes_.tolist()}."
-        )
+    second = checked_responses(fitted, rows.y) == 1
     options = {"groups": rows.groups, **rows.metadata}
     chances = fitted.predict_proba(rows.X, integrate=False, **options)
     new = held_out | (fitted._encode_predict(rows.X, rows.groups) < 0)
     if new.any():
         chances[new] = fitted.predict_proba(rows.X, **options)[new]
-    second = y == fitted.classes_[1]
-    drawn = 1 - check_random_state(random_state).uniform(size=len(y))  # above 0
-    tail = np.maximum(drawn * chances[np.arange(len(y)), second.astype(int)], _SMALLEST_TAIL)
+    drawn = 1 - check_random_state(random_state).uniform(size=len(second))  # above 0
+    tail = np.maximum(drawn * chances[np.arange(len(second)), second.astype(int)], _SMALLEST_TAIL)
     residuals = np.where(second, -1, 1) * ndtri(tail)
     return _randomized(chances[:, 1], residuals, f"probability of {fitted.classes_[1]}")
+
+
+def checked_responses(fitted: Any, y: Any) -> Floats:
+    """Responses (n,) of rows as numbers: for two classes 1 is the second."""
+    y = np.asarray(column_or_1d(y))
+    if is_classifier(fitted):
+        unknown = ~np.isin(y, fitted.classes_)
+        if unknown.any():
+            raise ValueError(
+                f"y holds {y[unknown].tolist()[0]!r}, but the classes of fit are "
+                f"{fitted.classes_.tolist()}."
+            )
+        return (y == fitted.classes_[1]).astype(np.float64)
+    if _has_link(fitted):
+        return fitted._checked_response(y, with_offset=True)  # rates are no counts
+    y = y.astype(np.float64)
+    assert_all_finite(y, input_name="y")
+    return y
 
 
 def _randomized(predicted, residuals, fitted_label):
@@ -421,7 +431,7 @@ def _residuals_of_counts(fitted, rows, held_out, random_state):
     """Randomized quantile residuals of a regression with a link, as in :func:`residuals_of`."""
     # Normal quantiles of a uniform number between the probability of smaller responses and that of
     # responses up to the observed one.
-    y = fitted._checked_response(column_or_1d(rows.y), with_offset=True)  # rates have no quantile
+    y = checked_responses(fitted, rows.y)
     predicted = fitted.predict(rows.X, groups=rows.groups, integrate=False, **rows.metadata)
     # Exposure and offset shift predictors, which takes no part in their errors.
     law, x = fitted._predictor_law(rows.X, rows.groups, np.zeros(len(y)))

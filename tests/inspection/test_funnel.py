@@ -93,3 +93,13 @@ def test_models_without_expectations():
     three.fit(x, labels, groups=codes)
     with pytest.raises(ValueError, match="needs two classes; got a model of 3"):
         observed_expected(three, x, labels, groups=codes)
+
+
+def test_responses_that_do_not_fit():
+    x, y, codes, _ = draw("classes", np.random.default_rng(0))
+    model = PersonalizedLogisticRegression(**ALONE).fit(x, y, groups=codes)
+    with pytest.raises(ValueError, match=r"y holds 7, but the classes of fit are \[0, 1\]"):
+        observed_expected(model, x, np.full(len(y), 7), groups=codes)
+    counts = PersonalizedPoissonRegression(**ALONE).fit(x, y, groups=codes)
+    with pytest.raises(ValueError, match="y contains NaN"):
+        observed_expected(counts, x, np.where(codes, 1.0, np.nan), groups=codes)

@@ -63,5 +63,7 @@ def test_input_that_does_not_fit():
     model = PersonalizedLinearRegression(**ALONE).fit(x, y, groups=codes)
     with pytest.raises(ValueError, match="kind must be 'all', one of 'responses', 'clients'"):
         check(model, x, y, groups=codes, n=3, kind="rows")
+    with pytest.raises(ValueError, match="y contains NaN"):
+        check(model, x, np.full(len(y), np.nan), groups=codes)
     with pytest.raises(ValueError, match="inconsistent numbers of samples"):
         check(model, x, y[:-1], groups=codes)

@@ -46,6 +46,7 @@ def test_totals(kind):
         assert_allclose(high[seen == 6], 6)
 
 
+@pytest.mark.slow
 def test_limits_of_ratios_cover():
     """Of clients that are all like the population."""
     outside = []

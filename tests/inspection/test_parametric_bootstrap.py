@@ -18,6 +18,7 @@ from pfl_sklearn.linear_model import (
     PersonalizedPoissonRegression,
 )
 from pfl_sklearn.priors import GaussianPrior
+from tests.helpers.slow import slow
 from tests.helpers.three_responses import ALONE, KINDS, draw
 
 
@@ -25,7 +26,7 @@ def population(model):
     return {"intercept": model.population_intercept_, "slope": model.population_coef_[0]}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow(KINDS))
 def test_spread_is_that_of_the_errors(kind):
     x, y, codes, _ = draw(kind, np.random.default_rng(0), 40, 5)
     model = KINDS[kind](**ALONE, uncertainty="plug_in").fit(x, y, groups=codes)
@@ -36,6 +37,18 @@ def test_spread_is_that_of_the_errors(kind):
     assert np.abs((fits.mean() - pd.Series(population(model))) / fits.std()).max() < 0.3
 
 
+def test_draws_are_those_of_refits():
+    """Of responses that `simulate` draws with the same seed."""
+    x, y, codes, _ = draw("linear", np.random.default_rng(0), 10, 4)
+    model = PersonalizedLinearRegression(**ALONE).fit(x, y, groups=codes)
+    fits = parametric_bootstrap(model, population, x, groups=codes, n=3, random_state=7)
+    drawn = model.simulate(x, groups=codes, n=3, clients="new", random_state=7)
+    again = [PersonalizedLinearRegression(**ALONE).fit(x, each, groups=codes) for each in drawn]
+    assert_allclose(fits, pd.DataFrame(map(population, again)))
+    assert fits.attrs["estimate"] == pytest.approx(population(model))
+
+
+@pytest.mark.slow
 def test_the_same_for_any_number_of_workers():
     x, y, codes, _ = draw("counts", np.random.default_rng(0), 10, 4)
     exposure = np.linspace(0.5, 2, len(y))

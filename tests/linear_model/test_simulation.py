@@ -14,12 +14,13 @@ from pfl_sklearn.linear_model import (
     PersonalizedPoissonRegression,
 )
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
+from tests.helpers.slow import slow
 from tests.helpers.three_responses import ALONE, KINDS, draw, means_of
 
 N = 2000
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["linear", "classes", *slow(["counts"])])
 def fitted(request):
     x, y, codes, _ = draw(request.param, np.random.default_rng(0))
     options = {**ALONE, "uncertainty": "plug_in"}
@@ -168,6 +169,7 @@ def test_ranks(fitted):
     assert ((table["lower"] <= table["rank"]) & (table["rank"] <= table["upper"])).all()
 
 
+@pytest.mark.slow
 def test_ranks_are_calibrated():
     """Intervals hold the true ranks."""
     hits = []

@@ -22,7 +22,7 @@ from pfl_sklearn.linear_model._mixed._normal_rows._degrees_of_freedom import (
     variance_information,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._robust_errors import (
-    client_systems,
+    cluster_systems,
     robust_errors,
 )
 
@@ -80,14 +80,15 @@ class ContrastMixin:
               variances, and normal tests;
             - "normal": plug-in errors and normal tests;
             - "auto": "satterthwaite" for linear models that were fitted by likelihood, and
-              "averaged" for all others: classes and counts, more than 500 effects of levels,
-              releases, and other priors.
+              "averaged" for all others: classes and counts, groupings of more than 500 effects or
+              with given variances, releases, and other priors.
         errors : {"model", "robust", "CR0"}, default="model"
             "robust": errors of a linear model that hold whatever the covariance of a client's rows
             is (heteroscedastic, autocorrelated, heavy-tailed), from the residuals of clients: CR2,
-            with the degrees of freedom of Bell and McCaffrey. "CR0": the plain sandwich, which is
-            too small with few clients. Both need the rows of ``fit``, and no `df`. Clusters are
-            the clients, or with `groupings` the levels that all others are nested in.
+            with the degrees of freedom of Bell and McCaffrey; NaN where one client alone decides.
+            "CR0": the plain sandwich, which is too small with few clients. Both need the rows of
+            ``fit``, and no `df`. Clusters are the clients, or with `groupings` the levels that all
+            others are nested in.
         X, y, groups, sample_weight : rows of ``fit``, and their weights if it had any
             For robust errors, as models keep no rows. With weights, CR2 adjusts residuals times the
             roots of these.
@@ -262,12 +263,11 @@ class ContrastMixin:
         if self._shape is None or math.isfinite(self.epsilon):
             return "needs variances that were estimated by likelihood, of several clients"
         if getattr(self, "_levels", ()):
-            has_profile = self._component_variances.profile is not None
-            return (
-                ""
-                if has_profile or robust
-                else "needs at most 500 effects of levels, and no given variances"
-            )
+            if robust or self._component_variances.profile is not None:
+                return ""
+            if any(self._component_variances.known):
+                return "needs estimated variances of clients and groupings"
+            return "needs at most 500 effects of groupings"
         posterior = getattr(self._posterior, "plug_in", self._posterior)
         return "" if hasattr(posterior, "rows") else "needs clients that share a population"
 
@@ -294,7 +294,7 @@ class ContrastMixin:
 
 
 def systems_of_fit(model: Any, name: str, X: Any, y: Any, groups: Any, weights: Any) -> Any:
-    """ClientSystems of the rows of the fit of a linear model; ValueError for other rows.
+    """ClusterSystems of the rows of the fit of a linear model; ValueError for other rows.
 
     `name` is what needs them.
     """
@@ -317,12 +317,12 @@ def systems_of_fit(model: Any, name: str, X: Any, y: Any, groups: Any, weights: 
             covariances.append(each.embedded_covariance(model._design))
         effects = list(zip(groupings, covariances, strict=True))
         effects = _outermost_last(effects, names, name)
-        systems = client_systems(x, residuals, model.noise_variance_, effects)
+        systems = cluster_systems(x, residuals, model.noise_variance_, effects)
     if systems is None or systems.largest_score > _LARGEST_SCORE:
         raise ValueError(
-            f"{name} needs the rows of fit, with their weights: "
-            f"{model.n_samples_per_client_.sum()} rows of {len(model.clients_)} clients, whose "
-            f"estimates these are; got {len(x)} other ones."
+            f"{name} needs the X, y, groups and sample_weight of fit, which had "
+            f"{model.n_samples_per_client_.sum()} rows of {len(model.clients_)} clients; the "
+            f"{len(x)} rows that were given have other estimates."
         )
     return systems
 

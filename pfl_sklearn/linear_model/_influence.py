@@ -12,7 +12,7 @@ from pfl_sklearn._typing import TableLike
 from pfl_sklearn.linear_model._contrasts import systems_of_fit
 from pfl_sklearn.priors._resolve import resolve_prior
 
-_ZERO = 1e-10  # share of the largest eigenvalue, below which another is 0
+_ZERO = 1e-10  # share of the information that other clients have, below which it is none
 
 
 class InfluenceMixin:
@@ -59,8 +59,8 @@ class InfluenceMixin:
         -----
         With :math:`A_i = X_i^\\top V_i^{-1} X_i`, :math:`A = \\sum_i A_i` and the score
         :math:`s_i = X_i^\\top V_i^{-1} (y_i - X_i \\hat\\beta)`, the estimate without client i is
-        :math:`\\hat\\beta - (A - A_i)^{-1} s_i`. That is exact at the variances of the fit; what a
-        client does to these shows in a fit without its rows. Cook's distance is the change
+        :math:`\\hat\\beta - (A - A_i)^{-1} s_i`. That is exact at the variances of the fit. To see
+        what a client does to the variances, fit without its rows. Cook's distance is the change
         :math:`\\delta` as :math:`\\delta^\\top A\\, \\delta / p` (Cook, 1977; Nieuwenhuis et al.,
         2012, for clients): above 4 over the number of clients it is worth a look.
 
@@ -72,22 +72,29 @@ class InfluenceMixin:
         """
         self._require_fitted("clients_")
         self._check_influence()
+        design = self._named_design(feature_names)
+        for name in ("n_rows", "cooks_distance"):
+            if name in design.names:
+                raise ValueError(
+                    f"two columns of the table would be called {name!r}; give other feature_names."
+                )
         systems = systems_of_fit(self, "influence", X, y, groups, sample_weight)
-        total = systems.informations.sum(axis=0)
-        rank, changes = _rank(total), np.full(systems.scores.shape, np.nan)
+        # In a basis where the information of all clients is the identity.
+        identity, changes = np.eye(len(systems.scores.T)), np.full(systems.scores.shape, np.nan)
         for at, (information, score) in enumerate(
             zip(systems.informations, systems.scores, strict=True)
         ):
-            rest = total - information
-            if _rank(rest) == rank:
-                changes[at] = np.linalg.lstsq(rest, score, rcond=_ZERO)[0]
-        design = self._named_design(feature_names)
+            rest = identity - information
+            if np.linalg.eigvalsh(rest)[0] > _ZERO:
+                changes[at] = np.linalg.solve(rest, score)
         estimates = design.vectors(self.population_coef_, self.population_intercept_)
-        estimates = np.where(self._errors.is_open, np.nan, estimates - changes / systems.scale)
+        estimates = estimates - changes @ systems.basis.T
         columns = {
             "n_rows": self.n_samples_per_client_,
-            "cooks_distance": np.einsum("mp,pq,mq->m", changes, total, changes) / rank,
-            **dict(zip(design.names, estimates.T, strict=True)),
+            "cooks_distance": np.sum(changes**2, axis=1) / len(identity),
+            **dict(
+                zip(design.names, np.where(self._errors.is_open, np.nan, estimates).T, strict=True)
+            ),
         }
         table = SummaryTable(columns, index=pd.Index(self.clients_, name="client"))
         return table.sort_values("cooks_distance", ascending=False)
@@ -111,8 +118,3 @@ class InfluenceMixin:
             reason = "clients that share an estimated population"
         if reason is not None:
             raise ValueError(f"influence needs {reason}.")
-
-
-def _rank(information):
-    values = np.linalg.eigvalsh(information)
-    return int(np.sum(values > _ZERO * values[-1]))

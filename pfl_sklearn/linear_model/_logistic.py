@@ -30,6 +30,7 @@ from pfl_sklearn.linear_model._private._link_server import PrivateStart
 from pfl_sklearn.linear_model._totals import RowMeans
 
 _HIGHEST_LEVEL = 0.99  # at which 8,192 values have 41 in a tail
+_LEAST_SPREAD = 1e-3  # variance of a predictor
 _LATENT_VARIANCE = np.pi**2 / 3  # of the logistic distribution
 
 
@@ -318,9 +319,15 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         def means(shift):
             return averaged_probabilities(law._replace(predictors=law.predictors + shift))[:, 1]
 
-        mean, step = means(0.0), 0.05
+        mean, step = means(0.0), 0.01
+        noise = mean * (1 - mean)
         slopes = (means(step) - means(-step)) / (2 * step)
-        return RowMeans(x, law.codes, mean, slopes, mean * (1 - mean), "logit")
+        # The average slope is that of p (1 - p), so this is the variance of p in the posterior.
+        spread = np.maximum(noise - slopes, 0.0)
+        given = law.covariances_of(np.arange(len(x)), np.ones((1, 1)))[:, 0, 0]
+        is_wide = given > _LEAST_SPREAD  # below, the difference of both would lose its digits
+        slopes[is_wide] = np.sqrt(spread[is_wide] / given[is_wide])
+        return RowMeans(x, law.codes, mean, slopes, noise, "logit")
 
     def predict_interval(
         self,

@@ -16,6 +16,7 @@ from pfl_sklearn.base import check_level
 
 ALL = "all"  # label of the total of all rows
 _LEAST_TOTAL = 1e-300
+_LEAST_LEFT = 0.25  # of a logit's variance, for shares that may be almost 0 or almost 1
 
 
 class RowMeans(NamedTuple):
@@ -96,10 +97,10 @@ class TotalsMixin:
         population's coefficients, and K_i the weight that a client's own rows have. Where errors
         are averaged over the variances (`uncertainty`), what that adds to the variance of each
         client's part is added, as if it were independent between clients: right for the total of
-        one client, and too much for that of many whose variances are hardly known. For classes
-        rows are multiplied by the average slope of their mean in the linear predictor (the delta
-        method), for counts by the slope with which a single row has its own standard deviation.
-        Intervals are symmetric in the logit of the mean, or those of a lognormal variable.
+        one client, and too much for that of many whose variances are hardly known. For classes and
+        counts rows are multiplied by the slope with which a single row has its own standard
+        deviation. Intervals are symmetric in the logit of the mean, or those of a lognormal
+        variable.
         """
         check_is_fitted(self)
         check_level(level)
@@ -217,6 +218,11 @@ def _bounds(totals, stds, sums, scale, z):
         return middle * np.exp(-z * spread), middle * np.exp(z * spread)
     if scale == "logit":
         shares = np.clip(totals / sums, 1e-12, 1 - 1e-12)
-        half = z * stds / sums / (shares * (1 - shares))
+        unit = shares * (1 - shares)
+        width = stds / sums / unit
+        # The logit's standard deviation, if the share's is this one, by a fit: intervals of 95 %
+        # hold .94 to .96 for one up to 1, and shares of .03 to .97.
+        lost = np.maximum(2.9 * unit - 0.275, 0.0) * width**2
+        half = z * width / np.sqrt(np.maximum(1 - lost, _LEAST_LEFT))
         return sums * expit(logit(shares) - half), sums * expit(logit(shares) + half)
     return totals - z * stds, totals + z * stds

@@ -270,7 +270,7 @@ def test_robust_errors_by_dense_matrices():
     M = np.linalg.inv(X.T @ inverse @ X)
     residual = problem.y - X @ (M @ X.T @ inverse @ problem.y)
     hat = np.eye(len(X)) - X @ M @ X.T @ inverse
-    meat, x = np.zeros((3, 3)), np.array([0.5, 1.0, -1.0])
+    meat, x = np.zeros((3, 3)), np.array([0.5, 1.0, 0.0])
     directions = []
     for client in range(7):
         at = np.flatnonzero(codes == client)
@@ -288,6 +288,11 @@ def test_robust_errors_by_dense_matrices():
     found = model.contrast(x, errors="robust", **rows).iloc[0]
     assert found["std_error"] == pytest.approx(np.sqrt(x @ M @ meat @ M @ x), rel=1e-6)
     assert found["df"] == pytest.approx(np.trace(G) ** 2 / np.sum(G**2), rel=1e-6)
+    # What one client alone decides has no error that residuals tell.
+    assert np.isnan(model.contrast([0.0, 0.0, 1.0], errors="robust", **rows)["std_error"].iloc[0])
+    both = model.contrast(np.eye(3), errors="robust", **rows)
+    assert np.isfinite(both["std_error"].iloc[:2]).all()
+    assert np.isnan(both.loc["joint F", "p_value"])
 
 
 @pytest.mark.slow
@@ -562,9 +567,12 @@ def test_robust_errors_that_are_not_there(table, fitted):
         ({"errors": "robust", "df": "normal", **rows}, "degrees of freedom of its own"),
         (
             {"errors": "robust", **{name: values[1:] for name, values in rows.items()}},
-            "needs the rows of fit, with their weights: 120 rows of 12 clients.*got 119 other",
+            "needs the X, y, groups and sample_weight of fit, which had 120 rows of 12 clients",
         ),
-        ({"errors": "robust", **rows, "y": y[::-1]}, "needs the rows of fit, with their weights"),
+        (
+            {"errors": "robust", **rows, "y": y[::-1]},
+            "needs the X, y, groups and sample_weight of fit",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             fitted.contrast({"dose": 1}, **params)
@@ -586,7 +594,7 @@ def test_robust_errors_of_weighted_rows(table, errors):
     found = model.contrast(np.eye(3), errors=errors, sample_weight=weights, **rows)[:-1][
         "std_error"
     ]
-    with pytest.raises(ValueError, match="needs the rows of fit, with their weights"):
+    with pytest.raises(ValueError, match="needs the X, y, groups and sample_weight of fit"):
         model.contrast(np.eye(3), errors=errors, **rows)
     used = weights > 0
     codes = frame["site"].str[1:].astype(int).to_numpy()[used]
@@ -633,6 +641,30 @@ def test_sizes_of_joint_tests_with_robust_errors():
         found = model.fit(**rows).contrast(np.eye(3)[1:], errors="robust", **rows)
         p_values.append(found.loc["joint F", "p_value"])
     assert 0.01 < np.mean(np.array(p_values) < 0.05) < 0.085
+
+
+def test_more_combinations_than_clusters_tell():
+    rng = np.random.default_rng(1)
+    codes, x = np.repeat(np.arange(4), 12), rng.normal(size=(48, 6))
+    rows = {"X": x, "y": rng.normal(size=4)[codes] + rng.normal(size=48), "groups": codes}
+    model = PersonalizedLinearRegression(random="intercept").fit(**rows)
+    for errors in ("CR0", "robust"):
+        found = model.contrast(np.eye(7), errors=errors, **rows)
+        assert np.isfinite(found["std_error"].iloc[:7]).all()
+        assert np.isnan(found.loc["joint F", "p_value"])
+
+
+def test_robust_errors_far_from_zero():
+    """Years and their squares have the errors of centred ones."""
+    rng = np.random.default_rng(0)
+    codes, year = np.repeat(np.arange(8), 8), rng.integers(0, 10, 64).astype(float)
+    y = 1 + year + rng.normal(size=8)[codes] + rng.normal(size=64)
+    found = []
+    for shift in (0, 2015):
+        rows = {"X": np.column_stack([year + shift, (year + shift) ** 2]), "y": y, "groups": codes}
+        model = PersonalizedLinearRegression(random="intercept", **TIGHT).fit(**rows)
+        found.append(model.contrast({"x1": 1}, errors="robust", **rows).iloc[0])
+    assert_allclose(found[0], found[1], rtol=1e-4)
 
 
 # Groupings ----------------------------------------------------------------------------------------
@@ -727,6 +759,6 @@ def test_tests_that_groupings_do_not_have(table):
     given = {"state": GroupingPrior(covariance=[[1.0]])}
     known = PersonalizedLinearRegression(random="intercept", groupings=given)
     known.fit(X, y, groups=county)
-    with pytest.raises(ValueError, match="needs at most 500 effects of levels, and no given"):
+    with pytest.raises(ValueError, match="needs estimated variances of clients and groupings"):
         known.contrast({"by_row": 1}, df="satterthwaite")
     assert known.contrast({"by_row": 1})["df"].iloc[0] == np.inf

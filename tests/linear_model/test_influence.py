@@ -61,6 +61,31 @@ def test_a_client_that_alone_informs_on_a_coefficient():
     assert found.loc[2].isna().sum() == 6
 
 
+def test_columns_far_from_zero():
+    """Years and their squares: what the slopes would be does not depend on the origin."""
+    rng = np.random.default_rng(0)
+    codes, year = np.repeat(np.arange(8), 8), rng.integers(0, 10, 64).astype(float)
+    y = 1 + 0.5 * (year + year**2) + rng.normal(size=8)[codes] + rng.normal(size=64)
+    found = []
+    for shift in (0, 2015):
+        X = np.column_stack([year + shift, (year + shift) ** 2])
+        model = PersonalizedLinearRegression(random="intercept").fit(X, y, groups=codes)
+        found.append(model.influence(X, y, groups=codes))
+    names = ["cooks_distance", "x1"]
+    assert_allclose(found[0][names], found[1].loc[found[0].index, names], rtol=1e-3)
+    assert found[0]["x1"].std() > 1e-3
+
+
+def test_names_that_are_taken():
+    x, y, codes, _ = table()
+    frame = pd.DataFrame(x, columns=["n_rows", "b", "c"])
+    model = PersonalizedLinearRegression(random="intercept").fit(frame, y, groups=codes)
+    with pytest.raises(ValueError, match="two columns of the table would be called 'n_rows'"):
+        model.influence(frame, y, groups=codes)
+    renamed = model.influence(frame, y, groups=codes, feature_names=["a", "b", "c"])
+    assert renamed.columns.tolist() == ["n_rows", "cooks_distance", "intercept", "a", "b", "c"]
+
+
 def test_in_a_pipeline_with_names():
     x, y, codes, _ = table()
     frame = pd.DataFrame(x, columns=["dose", "age", "beds"]).assign(site=codes)
@@ -116,5 +141,7 @@ def test_other_rows_than_those_of_fit():
     x, y, codes, _ = table()
     model = PersonalizedLinearRegression(random="intercept").fit(x, y, groups=codes)
     for rows in ((x[:-1], y[:-1], codes[:-1]), (x, y + x[:, 0], codes)):
-        with pytest.raises(ValueError, match="influence needs the rows of fit"):
+        with pytest.raises(
+            ValueError, match="influence needs the X, y, groups and sample_weight of fit"
+        ):
             model.influence(*rows[:2], groups=rows[2])

@@ -212,7 +212,7 @@ def fitted_variances(result, parameters, backs, places, noise, points, limits):
         backs,
         known,
         [*free, *given],
-        _errors(equations, free, given, noise is None),
+        estimation_errors(equations, free, given, noise is None),
         edges,
         profile,
         places,
@@ -232,7 +232,7 @@ def _free_directions(shapes, turns, moves):
     return free
 
 
-def _errors(equations, free, given, free_noise):
+def estimation_errors(equations, free, given, free_noise):
     """Covariance (t + 1, t + 1) of estimates along free and given directions, and of log noise."""
     directions, n_free = [*free, *given], len(free)
     t, n_rows = len(directions), equations.n_free

@@ -170,9 +170,16 @@ def _root(matrix):
 
 
 def _free_directions(directions, basis, scale):
-    """Directions (v, r, r) in the basis; a variance that is 0 there stays so."""
+    """Directions (v, r, r) in the basis; what is 0 stays so, and counts as known."""
     if directions is None or not basis.shape[1]:
         return np.zeros((0, basis.shape[1], basis.shape[1]))
+    q, r = basis.shape
+    if len(directions) == q * (q + 1) // 2:  # of a full covariance: all that keep its rank
+        entries = [(a, b) for a in range(r) for b in range(a + 1)]
+        result = np.zeros((len(entries), r, r))
+        for each, (a, b) in zip(result, entries, strict=True):
+            each[a, b] = each[b, a] = 1.0
+        return result
     inverse = np.linalg.pinv(basis)
     moved = directions / np.multiply.outer(scale, scale)
     result = inverse @ moved @ inverse.T

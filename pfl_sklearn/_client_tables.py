@@ -83,12 +83,13 @@ def rank_table(draws: Floats, estimates: Floats, clients: Array, level: float) -
     """Ranks of m clients, the largest first, from draws (n, m) of their joint posterior."""
     ranks = rankdata(-draws, axis=1)
     lower, upper = np.quantile(ranks, [0.5 - level / 2, 0.5 + level / 2], axis=0)
+    is_largest = draws == draws.max(axis=1, keepdims=True)  # clients that are alike share it
     columns = {
         "estimate": estimates,
         "rank": ranks.mean(axis=0),
         "lower": lower,
         "upper": upper,
-        "probability_largest": np.mean(ranks < 2, axis=0),
+        "probability_largest": np.mean(is_largest / is_largest.sum(axis=1, keepdims=True), axis=0),
     }
     table = pd.DataFrame(columns, index=pd.Index(clients, name="client"))
     return table.sort_values("rank", kind="stable")

@@ -23,6 +23,7 @@ from pfl_sklearn.inspection._residual_values import (
     present_rows,
     rows_inside,
 )
+from pfl_sklearn.linear_model._totals import check_row_arguments
 
 _LIMITS = (0.95, "--"), (0.998, ":")  # of Spiegelhalter (2005): a warning and an alarm
 
@@ -105,10 +106,17 @@ def observed_expected(
             "observed_expected is for classes and counts; for a linear model compare the clients' "
             f"effects(); got a {type(model).__name__}."
         )
+    if getattr(model, "_levels", ()):
+        raise ValueError("observed_expected does not support models with groupings.")
+    if len(getattr(model, "classes_", ())) > 2:
+        raise ValueError(
+            f"observed_expected needs two classes; got a model of {len(model.classes_)}."
+        )
     y = checked_responses(model, y)
     check_consistent_length(X, y)
     inside = rows_inside(estimator, present_rows(X, None, groups, None, known))
     is_class = is_classifier(model)
+    check_row_arguments(model, "observed_expected", inside.metadata)
     ids = np.zeros(len(y), dtype=int) if inside.groups is None else inside.groups
     clients, codes = encode_clients(ids, len(y))
     options = {"groups": inside.groups, **inside.metadata}

@@ -68,10 +68,11 @@ def likelihood_ratio_test(smaller: Any, larger: Any) -> LikelihoodRatioTest:
     Parameters
     ----------
     smaller, larger : fitted estimators
-        Two models of the same rows under Gaussian priors: a ``PersonalizedLinearRegression`` or
-        ``PersonalizedLogisticRegression``, or a pipeline, wrapper or search around one. The smaller
-        must be a special case of the larger. ``GaussianPrior(covariance=0.0)`` is the model without
-        differences between clients.
+        Two models of the same rows under Gaussian priors: a ``PersonalizedLinearRegression``,
+        ``PersonalizedLogisticRegression`` or ``PersonalizedPoissonRegression``, or a pipeline,
+        wrapper or search around one. The smaller must be a special case of the larger: Poisson
+        counts are one of negative binomial counts, and ``GaussianPrior(covariance=0.0)`` is the
+        model without differences between clients.
 
     Returns
     -------
@@ -205,8 +206,9 @@ def comparable_model(parameter: str, estimator: Any) -> ComparableModel:
     check_is_fitted(fitted)
     if not isinstance(fitted, BasePersonalizedRegression):
         raise ValueError(
-            f"{parameter} must be a fitted PersonalizedLinearRegression or "
-            f"PersonalizedLogisticRegression, or hold one; got {type(fitted).__name__}."
+            f"{parameter} must be a fitted PersonalizedLinearRegression, "
+            "PersonalizedLogisticRegression or PersonalizedPoissonRegression, or hold one; got "
+            f"{type(fitted).__name__}."
         )
     evidence = getattr(fitted, "_evidence", None)
     if evidence is None:

@@ -57,7 +57,9 @@ def marginal_means(
     column : str
         Column of X, which steps of `estimator` may encode.
     values : array-like of shape (k,), default=None
-        Values of the column, which need not occur in X. None: those in X, sorted, up to 20.
+        Values of the column, which need not occur in X; those that ``fit`` did not see are what
+        the encoder makes of them (a ``TableEncoder`` the average). None: those in X, sorted, up to
+        20.
     at : dict, default=None
         Values at which to hold other columns of X.
     pairs : bool, default=False

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from sklearn.base import clone
 from sklearn.compose import TransformedTargetRegressor
+from sklearn.frozen import FrozenEstimator
 
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn._typing import RandomState, TableLike
@@ -69,7 +70,8 @@ def parametric_bootstrap(
     Raises
     ------
     TypeError
-        For other estimators, and behind a ``TransformedTargetRegressor``.
+        For other estimators, behind a ``TransformedTargetRegressor``, and around a
+        ``FrozenEstimator``.
     ValueError
         As ``simulate``; after a private fit, whose errors count its noise already; and if more than
         half of the fits fail.
@@ -103,8 +105,9 @@ def parametric_bootstrap(
             "parametric_bootstrap is for fits without privacy; the errors of a fit with a finite "
             "epsilon (conf_int) count its noise already."
         )
-    weights = {} if sample_weight is None else {"sample_weight": sample_weight}
-    inside = rows_inside(estimator, present_rows(X, None, groups, None, known))
+    rows = present_rows(X, None, groups, sample_weight, known)
+    weights = {} if rows.weights is None else {"sample_weight": rows.weights}
+    inside = rows_inside(estimator, rows)
     responses = model.simulate(
         inside.X,
         groups=inside.groups,
@@ -115,10 +118,12 @@ def parametric_bootstrap(
         **inside.metadata,
     )
     chosen = predicting_estimator(unfrozen(estimator))
+    _check_refits(chosen)
     estimate = _numbers(statistic(chosen))
-    given = {**known, **weights, **({} if groups is None else {"groups": groups})}
+    ids = {} if rows.groups is None else {"groups": rows.groups}
+    given = {**rows.metadata, **weights, **ids}
     blank = clone(chosen)
-    tasks = [(y, blank, statistic, X, given) for y in responses]
+    tasks = [(y, blank, statistic, rows.X, given) for y in responses]
     found = map_batches(_refitted, tasks, n_jobs)
     errors = [each for each in found if isinstance(each, str)]
     if errors:
@@ -150,6 +155,16 @@ def simulating_model(estimator: Any) -> Any:
             )
         outer = inner_estimator(outer)
     return model
+
+
+def _check_refits(estimator):
+    """Raise TypeError for estimators around a frozen one, which no fit changes."""
+    while (estimator := inner_estimator(estimator)) is not None:
+        if isinstance(estimator, FrozenEstimator):
+            raise TypeError(
+                "parametric_bootstrap cannot fit a FrozenEstimator again; put the estimator that "
+                "it freezes in its place."
+            )
 
 
 def _refitted(y, blank, statistic, X, given):

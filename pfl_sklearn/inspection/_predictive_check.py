@@ -7,7 +7,6 @@ from typing import Any, Self, cast
 import numpy as np
 import pandas as pd
 from sklearn.base import is_classifier
-from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._clients import Codes, encode_clients, row_counts, segment_sums
 from pfl_sklearn._parameters import with_parameters
@@ -96,6 +95,7 @@ class PredictiveCheckDisplay:
         y: TableLike,
         *,
         groups: TableLike = None,
+        sample_weight: TableLike = None,
         clients: str = "same",
         n: int = 200,
         kind: str | list[str] = "all",
@@ -116,6 +116,8 @@ class PredictiveCheckDisplay:
             Responses, labels of two classes, or counts.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Precision weights of linear models, as in ``fit``; rows of weight 0 are left out.
         clients : {"same", "new"}, default="same"
             Whether simulated clients are those of ``fit``, or new ones of the same population,
             which is the check for models with `groupings`.
@@ -138,16 +140,18 @@ class PredictiveCheckDisplay:
             As ``simulate``, and for an unknown panel.
         """
         model = simulating_model(estimator)
-        y = checked_responses(model, y)
-        check_consistent_length(X, y)
         known = {"exposure": exposure, "offset": offset}
-        inside = rows_inside(estimator, present_rows(X, None, groups, None, known))
+        rows = present_rows(X, checked_responses(model, y), groups, sample_weight, known)
+        weights = {} if rows.weights is None else {"sample_weight": rows.weights}
+        inside = rows_inside(estimator, rows)
+        y = inside.y
         simulated = model.simulate(
             inside.X,
             groups=inside.groups,
             n=n,
             clients=clients,
             random_state=random_state,
+            **weights,
             **inside.metadata,
         )
         label = "response"

@@ -22,7 +22,6 @@ from pfl_sklearn.linear_model._algebra import client_predictors
 from pfl_sklearn.linear_model._contrasts import ContrastMixin
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._effect_table import EffectTableMixin
-from pfl_sklearn.linear_model._influence import InfluenceMixin
 from pfl_sklearn.linear_model._made_up_rows import PlansRegressions
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
 from pfl_sklearn.linear_model._row_space import RowSpace, warn_rows_outside
@@ -50,7 +49,6 @@ class BasePersonalizedRegression(
     ContrastMixin,
     TotalsMixin,
     SimulationMixin,
-    InfluenceMixin,
     PopulationSummaryMixin,
     EffectTableMixin,
     CoefTableMixin,
@@ -155,6 +153,7 @@ class BasePersonalizedRegression(
     _fits_a_copy = True
     _sparse_alternative: ClassVar[str | None] = None  # an estimator that takes sparse rows
     _row_space: RowSpace | None = None
+    _row_arguments: ClassVar[tuple[str, ...]] = ()  # of predictions, such as an offset
     _intercept_alone = True  # whether a table of ids alone will do
     _parameter_constraints = {
         "prior": "no_validation",

@@ -104,9 +104,7 @@ class InfluenceMixin:
         posterior = getattr(self, "_posterior", None)
         plug_in = getattr(posterior, "plug_in", posterior)
         reason = None
-        if not hasattr(self, "noise_variance_"):
-            reason = "a linear model; for classes and counts fit without the client"
-        elif np.isfinite(self.epsilon):
+        if np.isfinite(self.epsilon):
             reason = "a fit without privacy, whose estimates are those of the rows"
         elif getattr(self, "_levels", ()):
             reason = "a single grouping of the rows; this fit has groupings"

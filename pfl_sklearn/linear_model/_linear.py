@@ -19,6 +19,7 @@ from pfl_sklearn.linear_model._base import population_errors
 from pfl_sklearn.linear_model._fit_warnings import warn_not_converged
 from pfl_sklearn.linear_model._grouped_rows import GROUPINGS, GroupedRegression
 from pfl_sklearn.linear_model._grouping_columns import check_no_groupings, resolve_groupings
+from pfl_sklearn.linear_model._influence import InfluenceMixin
 from pfl_sklearn.linear_model._mixed._groupings._fit import fit_groupings
 from pfl_sklearn.linear_model._mixed._identifiability import (
     Evidence,
@@ -61,7 +62,7 @@ _WITHOUT_ROWS = "needs the rows at once: the statistics of a client do not tell 
 
 @with_parameters
 class PersonalizedLinearRegression(
-    ClientRegressorMixin, AccumulatedStatisticsMixin, GroupedRegression
+    InfluenceMixin, ClientRegressorMixin, AccumulatedStatisticsMixin, GroupedRegression
 ):
     r"""Linear regression with one coefficient vector per client, drawn from a population.
 
@@ -592,16 +593,14 @@ class PersonalizedLinearRegression(
             return mean
         return mean, self._mask_inestimable(x, np.sqrt(self._row_variances(x, codes, levels)))
 
-    def _rows_with(self, X, groups, **known):
-        if known:
-            raise ValueError(f"linear models take no {', '.join(known)}.")
+    def _rows_with(self, X, groups):
         return self._row_predictions(X, groups)
 
     def _drawn_responses(self, predictors, weights, rng):
         return self._draw_response(predictors, self.noise_variance_ / weights, rng)
 
-    def _row_means(self, X, groups, **known):
-        means, x, codes, _ = self._rows_with(X, groups, **known)
+    def _row_means(self, X, groups):
+        means, x, codes, _ = self._row_predictions(X, groups)
         noise = np.full(len(x), self.noise_variance_)
         return RowMeans(x, codes, means, np.ones(len(x)), noise, "identity")
 

@@ -120,6 +120,7 @@ class LinkRegression(GroupedRegression):
     )
     _check_private_rows = check_link_rows
     _random_keywords = ("all", "auto")
+    _row_arguments: ClassVar[tuple[str, ...]] = ("offset",)
 
     prior: str | GaussianPrior = parameter(
         default="gaussian",

@@ -148,6 +148,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     __metadata_request__score = {"exposure": True}
 
     _likelihood = "poisson"
+    _row_arguments = ("offset", "exposure")
     _scale, _separated = "log rates", "rows of count 0 from the others"
     _clipped_ranges = (
         f"counts to whole numbers from 0 to {_LARGEST_RESPONSE:g}, exposures to "

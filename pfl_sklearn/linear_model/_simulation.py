@@ -15,6 +15,7 @@ from pfl_sklearn._compat import check_sample_weight
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import check_level
 from pfl_sklearn.linear_model._algebra import square_root
+from pfl_sklearn.linear_model._totals import check_row_arguments
 from pfl_sklearn.priors import GaussianPrior
 
 _CLIENTS = ("same", "new")
@@ -56,7 +57,8 @@ class SimulationMixin:
             which has the population's errors; a predictive check compares such responses with the
             observed ones. An id that ``fit`` did not see is a new client (``unseen="population"``).
             "new": every id, and every level of `groupings`, has effects that are drawn anew from
-            the fitted distribution, around the estimated population: a parametric bootstrap.
+            the fitted distribution, around the estimated population: a parametric bootstrap. So
+            have levels that ``fit`` did not see.
         sample_weight : array-like of shape (n_rows,), default=None
             Precision weights of the rows, for linear models.
         random_state : int, RandomState instance or None, default=None
@@ -78,8 +80,9 @@ class SimulationMixin:
 
         Notes
         -----
-        Variances, and a dispersion, are those of the fit. Clients of classes and counts have the
-        posterior that predictions average over.
+        Variances, and a dispersion, are those of the fit. Draws of the same clients have the
+        population's errors, which averages such as ``predict_proba`` leave out: with few clients
+        the means of simulated classes and counts lie a little above those of small predictions.
         """
         draws = self._draws(X, groups, n, clients, sample_weight, random_state, known)
         return np.stack([draw.responses for draw in draws])
@@ -137,6 +140,11 @@ class SimulationMixin:
             row = np.eye(len(design.names))[0]
         else:
             row = design.matrix(self._checked_features(X)).mean(axis=0)
+        if not self._estimable_rows(row[None]).all():
+            raise ValueError(
+                "ranks needs rows X whose predictors the rows of fit determine; columns that are "
+                "combinations of others in fit are not in X."
+            )
         codes, rng = np.arange(m), check_random_state(random_state)
         estimates = design.vectors(self.coef_, self.intercept_) @ row
         effects = self._posterior_effects(codes, np.zeros(0, dtype=int), rng)
@@ -155,6 +163,7 @@ class SimulationMixin:
         n = check_scalar(n, "n", Integral, min_val=1)
         rng = check_random_state(random_state)
         model = self if clients == "same" else self._population_copy()
+        check_row_arguments(self, "simulate", known)
         predictors, x, codes, levels = model._rows_with(X, groups, **known)
         weights = self._checked_precision(weights, x)
         ids, at = self._ids(codes, groups)
@@ -164,15 +173,13 @@ class SimulationMixin:
             if levels:
                 predictors = predictors - model._level_predictors(x, levels, "effects")
             effects = self._prior_effects(len(ids), rng)
+        levels = self._with_new_levels(X, levels)
         for _ in range(n):
             drawn = predictors + np.einsum("np,np->n", x, next(effects)[at])
-            for level, codes_of_level in zip(
-                getattr(self, "_levels", ()), levels or (), strict=True
-            ):
-                root = square_root(level.embedded_covariance(self._design))
-                # Levels that fit did not see share one draw.
-                of_levels = rng.normal(size=(len(level.levels) + 1, len(root))) @ root.T
-                drawn += np.einsum("np,np->n", x, of_levels[codes_of_level])
+            for each, level in zip(getattr(self, "_levels", ()), levels, strict=True):
+                root = square_root(each.embedded_covariance(self._design))
+                of_levels = rng.normal(size=(level.max() + 1, len(root))) @ root.T
+                drawn += np.einsum("np,np->n", x, of_levels[level])
             yield Draw(drawn, self._drawn_responses(drawn, weights, rng))
 
     def _check_simulates(self: Any, clients, name):
@@ -188,6 +195,9 @@ class SimulationMixin:
             )
         if clients == "new":
             return
+        instead = "take clients='new'" if name == "simulate" else "compare effects()"
+        if not hasattr(self, "clients_"):
+            raise ValueError(f"{name} of a released model has no clients of fit; {instead}.")
         if np.isfinite(self.epsilon):
             raise ValueError(
                 f"{name} of the same clients would show what their exact rows say, which epsilon="
@@ -195,13 +205,23 @@ class SimulationMixin:
                 "population alone."
             )
         if getattr(self, "_levels", ()):
-            raise ValueError(
-                f"{name} of the same clients does not go with groupings; take clients='new'."
-            )
+            raise ValueError(f"{name} of the same clients does not go with groupings; {instead}.")
         if hasattr(self, "coef_") and not hasattr(self, "_posterior"):
             raise ValueError(
                 f"{name} needs a posterior; a fit with {self._parameter_text()} gives its mode."
             )
+
+    def _with_new_levels(self: Any, X, levels):
+        """Codes (n_rows,) of the levels of each grouping, with numbers for those not seen."""
+        if not levels:
+            return []
+        found, values = [], self._grouping_columns.split(X)[1]
+        for level, column in zip(levels, values, strict=True):
+            codes, new = np.array(level), level < 0
+            # Rows without a level are of one.
+            codes[new] = codes.max() + 1 + pd.factorize(column[new], use_na_sentinel=False)[0]
+            found.append(codes)
+        return found
 
     def _between_clients(self: Any):
         """Covariance (p, p) between clients; 0 where a single client is its own population."""

@@ -111,6 +111,7 @@ class TotalsMixin:
                 f"predict_total needs a posterior; a fit with {self._parameter_text()} gives its "
                 "mode only."
             )
+        check_row_arguments(self, "predict_total", known)
         rows = self._row_means(X, groups, **known)
         labels, of_label = _labels(by, len(rows.x))
         weights = _checked_weights(weights, rows.x)
@@ -182,6 +183,13 @@ class TotalsMixin:
         if self._errors.averaged is not None:
             more = self._variances(parts, codes) - own - np.sum(errors**2, axis=1)
         return own, errors, more
+
+
+def check_row_arguments(model: Any, method: str, known: Any) -> None:
+    """Raise TypeError for arguments by row that the model's predictions do not take."""
+    for name in known:
+        if name not in model._row_arguments:
+            raise TypeError(f"{method} of {type(model).__name__} takes no {name}.")
 
 
 def _labels(by, n_rows):

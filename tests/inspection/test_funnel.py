@@ -92,7 +92,7 @@ def test_models_without_expectations():
     three = PersonalizedLogisticRegression(random="intercept")
     labels = np.digitize(y, [-0.5, 0.5])
     three.fit(x, labels, groups=codes)
-    with pytest.raises(ValueError, match="needs two classes; got a model of 3"):
+    with pytest.raises(ValueError, match="observed_expected needs two classes; got a model of 3"):
         observed_expected(three, x, labels, groups=codes)
 
 

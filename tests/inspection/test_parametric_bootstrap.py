@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 from numpy.testing import assert_allclose
 from sklearn.compose import TransformedTargetRegressor
+from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
@@ -94,6 +95,19 @@ def test_fits_that_fail_are_missing():
     assert fits["statistic"].notna().any()
 
 
+def test_rows_without_weight_are_absent():
+    x, y, codes, _ = draw("linear", np.random.default_rng(0), 10, 4)
+    weights = np.where(np.arange(40) % 4, 1.0, 0.0)
+    model = PersonalizedLinearRegression(**ALONE).fit(x, y, groups=codes, sample_weight=weights)
+    options = {"n": 3, "random_state": 0}
+    some = parametric_bootstrap(
+        model, population, x, groups=codes, sample_weight=weights, **options
+    )
+    used = weights > 0
+    rest = parametric_bootstrap(model, population, x[used], groups=codes[used], **options)
+    assert_allclose(some, rest)
+
+
 def test_statistics_and_models_that_do_not_fit():
     x, y, codes, _ = draw("linear", np.random.default_rng(0), 10, 4)
     model = PersonalizedLinearRegression(**ALONE).fit(x, y, groups=codes)
@@ -110,6 +124,11 @@ def test_statistics_and_models_that_do_not_fit():
     outer.fit(x, y, groups=codes)
     with pytest.raises(TypeError, match="simulated responses are those of the transformed target"):
         parametric_bootstrap(outer, population, x, groups=codes)
+    frame = pd.DataFrame({"x": x[:, 0], "site": codes})
+    named = PersonalizedLinearRegression(**ALONE).fit(frame[["x"]], y, groups=codes)
+    frozen = ClientColumn(FrozenEstimator(named), "site")
+    with pytest.raises(TypeError, match="cannot fit a FrozenEstimator again"):
+        parametric_bootstrap(frozen.fit(frame, y), population, frame)
     private = PersonalizedLinearRegression(
         GaussianPrior(covariance=0.5),
         noise_variance=1.0,

@@ -48,6 +48,17 @@ def test_counts_with_a_dispersion_fail():
     assert negative["share of zeros"] > 0.05
 
 
+def test_weights_are_those_of_the_fit():
+    rng = np.random.default_rng(0)
+    codes, weights = np.repeat(np.arange(30), 8), np.tile([0.05, 5.0, 0.0, 1.0], 60)
+    x = rng.normal(size=(240, 1))
+    y = x[:, 0] + rng.normal(size=30)[codes] + rng.normal(size=240) / np.sqrt(weights + 0.01)
+    model = PersonalizedLinearRegression(**ALONE).fit(x, y, groups=codes, sample_weight=weights)
+    display = check(model, x, y, groups=codes, sample_weight=weights, n=50)
+    assert display.simulated.shape == (50, 180)
+    assert (display.checks_["p_value"] > 0.02).all()
+
+
 def test_columns_of_ids_and_exposure():
     x, y, codes, _ = draw("counts", np.random.default_rng(0))
     frame = pd.DataFrame({"x": x[:, 0], "site": codes, "days": 1.0 + codes % 3})

@@ -722,6 +722,27 @@ def test_a_variance_of_zero_counts_as_known():
     assert_allclose(found["df"], alone.contrast({"by_state": 1})["df"], rtol=1e-2)
 
 
+def test_singular_covariances_have_degrees_of_freedom():
+    """Of rank 1, as many as clients tell; a second grouping without a variance changes nothing."""
+    rng = np.random.default_rng(0)
+    user, item = np.repeat(np.arange(20), 6), np.tile(np.arange(6), 20)
+    x = rng.normal(size=120)
+    y = 1 + rng.normal(size=20)[user] + (0.3 * rng.normal(size=6))[item] + rng.normal(size=120)
+    y += 0.5 * x + (0.2 * rng.normal(size=20))[user] * x
+    frame = pd.DataFrame({"x": x, "item": item})
+    full = {"prior": GaussianPrior(covariance_type="full")}
+    both = PersonalizedLinearRegression(**full, groupings=["item"]).fit(frame, y, groups=user)
+    alone = PersonalizedLinearRegression(**full).fit(frame[["x"]], y, groups=user)
+    assert np.linalg.eigvalsh(alone.prior_.covariance)[0] < 1e-6
+    assert both.groupings_["item"].covariance[0, 0] == 0
+    one, two = (model.contrast(np.eye(2)) for model in (alone, both))
+    assert_allclose(one["df"], two["df"], rtol=1e-3)
+    assert 15 < one["df"].iloc[0] < 20
+    other = {"item": GroupingPrior(random=["intercept", "x"], covariance_type="full")}
+    model = PersonalizedLinearRegression(random="intercept", groupings=other)
+    assert np.isfinite(model.fit(frame, y, groups=user).contrast({"x": 1})["df"]).all()
+
+
 def test_clusters_of_nested_groupings_are_the_outermost_levels():
     X, y, county = nested(np.random.default_rng(0), n_rows=3)
     rows = {"X": X, "y": y, "groups": county}

@@ -10,7 +10,7 @@ from sklearn.preprocessing import StandardScaler
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.priors import GaussianPrior
-from tests.helpers.three_responses import ALONE, draw
+from tests.helpers.three_responses import draw
 
 
 def table(weighted=False, seed=0):
@@ -101,8 +101,6 @@ def test_in_a_pipeline_with_names():
 
 def fit_of(kind):
     x, y, codes, _ = draw("linear", np.random.default_rng(0))
-    if kind == "classes":
-        return PersonalizedLogisticRegression(**ALONE).fit(x, y > 0, groups=codes)
     if kind == "one client":
         return PersonalizedLinearRegression().fit(x, y, groups=np.zeros(len(y)))
     if kind == "groupings":
@@ -123,7 +121,6 @@ def fit_of(kind):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("classes", "a linear model; for classes and counts fit without the client"),
         ("one client", "several clients"),
         ("groupings", "a single grouping of the rows"),
         ("known mean", "clients that share an estimated population"),
@@ -135,6 +132,11 @@ def fit_of(kind):
 def test_models_without_influences(kind, message):
     with pytest.raises(ValueError, match=f"influence needs {message}"):
         fit_of(kind).influence(np.zeros((1, 1)), [0.0], groups=[0])
+
+
+def test_classes_have_no_influences():
+    assert not hasattr(PersonalizedLogisticRegression(), "influence")
+    assert not hasattr(ClientColumn(PersonalizedLogisticRegression(), "site"), "influence")
 
 
 def test_other_rows_than_those_of_fit():

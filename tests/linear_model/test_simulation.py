@@ -9,6 +9,7 @@ from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.linear_model import (
+    NotEstimableWarning,
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
@@ -101,11 +102,20 @@ def test_levels_of_groupings_are_drawn_anew():
     drawn = model.simulate(x, groups=codes, n=N, clients="new", random_state=0)
     total = model._between[0, 0] + model.noise_variance_ + model.groupings_[1].covariance[0, 0]
     assert_allclose(drawn.var(axis=0).mean(), total, rtol=0.05)
+    variance = model.groupings_[1].covariance[0, 0]
     of_level = drawn[:, item == 0] - drawn.mean(axis=0)[item == 0]
     within = np.mean(of_level[:, 0] * of_level[:, -1])
-    assert_allclose(within, model.groupings_[1].covariance[0, 0], rtol=0.15)
-    with pytest.raises(ValueError, match="same clients does not go with groupings"):
+    assert_allclose(within, variance, rtol=0.15)
+    with pytest.raises(ValueError, match="same clients does not go with groupings; take clients"):
         model.simulate(x, groups=codes)
+    with pytest.raises(ValueError, match=r"does not go with groupings; compare effects\(\)"):
+        model.ranks()
+    # Levels that fit did not see are different ones.
+    new = np.column_stack([x[:, 0], 20 + np.arange(240) % 2])
+    drawn = model.simulate(new, groups=codes, n=N, clients="new", random_state=0)
+    drawn = drawn - drawn.mean(axis=0)
+    assert_allclose(np.mean(drawn[:, 0] * drawn[:, 10]), variance, rtol=0.15)
+    assert abs(np.mean(drawn[:, 0] * drawn[:, 11])) < 0.15 * variance
 
 
 def test_labels_and_counts_are_those_of_the_fit():
@@ -224,7 +234,6 @@ def test_private_fits_simulate_their_population_alone():
     [
         ({"clients": "all"}, "clients must be 'same' or 'new'; got 'all'"),
         ({"n": 0}, "n == 0, must be >= 1"),
-        ({"offset": np.zeros(180)}, "linear models take no offset"),
         ({"sample_weight": np.arange(180)}, "sample_weight must be above 0; got 0"),
         ({"groups": None}, "groups"),
     ],
@@ -234,6 +243,14 @@ def test_input_that_does_not_fit(params, message):
     model = PersonalizedLinearRegression(**ALONE).fit(x, y, groups=codes)
     with pytest.raises(ValueError, match=message):
         model.simulate(x, **{"groups": codes, **params})
+
+
+def test_clients_that_are_alike_share_their_rank():
+    x, y, codes, _ = draw("linear", np.random.default_rng(0), 8, 5)
+    model = PersonalizedLinearRegression(GaussianPrior(covariance=0.0), **ALONE)
+    table = model.fit(x, y, groups=codes).ranks()
+    assert_allclose(table["rank"], 4.5)
+    assert_allclose(table["probability_largest"], 1 / 8)
 
 
 def test_models_that_do_not_simulate():
@@ -249,6 +266,16 @@ def test_models_that_do_not_simulate():
     classes = PersonalizedLogisticRegression(**ALONE).fit(x, y > 0, groups=codes)
     with pytest.raises(ValueError, match="a weight repeats a row, so repeat the row"):
         classes.simulate(x, groups=codes, sample_weight=np.ones(180))
+    with pytest.raises(TypeError, match="simulate of PersonalizedLogisticRegression takes no foo"):
+        classes.simulate(x, groups=codes, foo=1)
+    released = private_fit()[0].release()
+    with pytest.raises(ValueError, match="simulate of a released model has no clients of fit"):
+        released.simulate(x, groups=codes)
+    twice = np.column_stack([x[:, 0], 2 * x[:, 0]])
+    with pytest.warns(NotEstimableWarning):
+        same = PersonalizedLinearRegression(**ALONE).fit(twice, y, groups=codes)
+    with pytest.raises(ValueError, match="ranks needs rows X whose predictors the rows of fit"):
+        same.ranks([[1.0, 5.0]])
     slopes = PersonalizedLinearRegression(random=[0], fit_intercept=False).fit(x, y, groups=codes)
     with pytest.raises(ValueError, match="ranks needs X"):
         slopes.ranks()

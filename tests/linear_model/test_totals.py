@@ -195,7 +195,6 @@ def test_exposure_of_counts():
         ({"weights": np.full(180, -1.0)}, "weights must be 180 numbers from 0 to 1e100"),
         ({"weights": [1.0, 2.0]}, "weights must be 180 numbers from 0 to 1e100"),
         ({"weights": np.zeros(180)}, "weights are all 0 for 'all'"),
-        ({"offset": np.zeros(180)}, "linear models take no offset"),
         ({"level": 1.5}, "level must be a number"),
     ],
 )
@@ -204,6 +203,16 @@ def test_input_that_does_not_fit(params, message):
     model = PersonalizedLinearRegression(**ALONE).fit(x, y, groups=codes)
     with pytest.raises(ValueError, match=message):
         model.predict_total(x, groups=codes, **params)
+
+
+def test_arguments_that_a_model_does_not_take():
+    x, y, codes, _ = draw("linear", np.random.default_rng(0))
+    linear = PersonalizedLinearRegression(**ALONE).fit(x, y, groups=codes)
+    classes = PersonalizedLogisticRegression(**ALONE).fit(x, y > 0, groups=codes)
+    for model, name in ((linear, "offset"), (classes, "exposure"), (classes, "sample_weight")):
+        message = f"predict_total of {type(model).__name__} takes no {name}"
+        with pytest.raises(TypeError, match=message):
+            model.predict_total(x, groups=codes, **{name: np.ones(180)})
 
 
 def test_models_without_totals():

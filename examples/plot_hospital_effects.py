@@ -52,13 +52,14 @@ print(table[["crude", "ratio", "predicted_ratio"]].corrwith(pd.Series(effect)).r
 # plot, and deserves a look: at its data first, at its patients next, and at its care last.
 fig, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
 FunnelDisplay.from_estimator(model, patients, died, ax=axes[0])
-PredictiveCheckDisplay.from_estimator(model, patients, died, ax=axes[1])
+check = PredictiveCheckDisplay.from_estimator(model, patients, died, ax=axes[1])
 
 # %%
 # For the board
 # -------------
 # Odds ratios of the case mix, and the hospitals whose posterior interval leaves out 1:
 tests = model.contrast(np.eye(3)[1:]).iloc[:2]
-print(np.exp(tests[["estimate", "lower", "upper"]]).round(2))
+odds_ratios = np.exp(tests[["estimate", "lower", "upper"]])
+print(odds_ratios.rename_axis(columns="odds ratio").round(2))
 outside = table.query("predicted_lower > 1 or predicted_upper < 1")
 print(outside[["n_rows", "observed", "expected", "predicted_ratio"]].round(2).to_string())

@@ -272,15 +272,20 @@ class ClientColumn(
         return final_estimator(self._fitted).benchmark(total, weights=weights)
 
     @available_if(model_has("exceedance"))
-    def exceedance(self, threshold: Any) -> pd.Series:
+    def exceedance(self, threshold: Any, X: TableLike = None, **params: Any) -> pd.Series:
         """Probabilities that clients' means are above it, by the model's own ``exceedance``.
 
         Parameters
         ----------
         threshold : float, Series indexed by client, or array-like of shape (n_clients,)
-            In units of the means.
+            In units of the means; of regressions one number.
+        X : array-like of n_rows rows, default=None
+            As in ``fit``; regressions compare clients on these rows.
+        **params : dict
+            Other arguments of the model's ``exceedance``.
         """
-        return final_estimator(self._fitted).exceedance(threshold)
+        params |= self._rows_for_model(X)
+        return final_estimator(self._fitted).exceedance(threshold, **params)
 
     @available_if(model_has("predict_interval"))
     def predict_interval(self, X: TableLike, **params: Any) -> tuple[Floats, Floats]:
@@ -344,9 +349,7 @@ class ClientColumn(
         **params : dict
             Other arguments of the model's ``ranks``.
         """
-        if X is not None:
-            features, inner = self._inner_input(X, {})
-            params["X"] = transform_for_model(self._fitted, features, inner["groups"])
+        params |= self._rows_for_model(X)
         return final_estimator(self._fitted).ranks(**params)
 
     @available_if(model_has("influence"))
@@ -377,6 +380,13 @@ class ClientColumn(
         """
         self._with_rows("personalize", X, y, **params)
         return self
+
+    def _rows_for_model(self, X):
+        """The argument X as the model gets it; none without rows."""
+        if X is None:
+            return {}
+        features, inner = self._inner_input(X, {})
+        return {"X": transform_for_model(self._fitted, features, inner["groups"])}
 
     def _with_rows(self, name, X, *y, **params):
         """Result of a method of the fitted model for rows that pass through the steps before it."""

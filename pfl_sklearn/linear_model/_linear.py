@@ -178,6 +178,7 @@ class PersonalizedLinearRegression(
     __metadata_request__predict = {"groups": True, "return_std": True}
 
     _likelihood = "linear"
+    _range_of_means = (-math.inf, math.inf)
     _population_attributes = (*GroupedRegression._population_attributes, "noise_variance_")
     _released = (*GroupedRegression._released, "noise_variance_")
     _not_released = (*GroupedRegression._not_released, "responsibilities_")
@@ -595,6 +596,9 @@ class PersonalizedLinearRegression(
 
     def _rows_with(self, X, groups):
         return self._row_predictions(X, groups)
+
+    def _mean_responses(self, predictors):
+        return predictors
 
     def _drawn_responses(self, predictors, weights, rng):
         return self._draw_response(predictors, self.noise_variance_ / weights, rng)

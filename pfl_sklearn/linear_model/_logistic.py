@@ -142,6 +142,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     __metadata_request__decision_function = {"offset": True, "integrate": True}
 
     _likelihood = "logistic"
+    _range_of_means = (0.0, 1.0)
     _scale, _separated = "logits", "the classes"
     _sparse_alternative = "PPSGDClassifier"
     _population_attributes = (*LinkRegression._population_attributes, "classes_")
@@ -304,6 +305,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     def _rows_with(self, X, groups, offset=None):
         return self._predictors_with(X, groups, offset)
+
+    def _mean_responses(self, predictors):
+        return expit(predictors)
 
     def _drawn_responses(self, predictors, weights, rng):
         is_second = rng.random_sample(len(predictors)) < expit(predictors)

@@ -148,6 +148,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     __metadata_request__score = {"exposure": True}
 
     _likelihood = "poisson"
+    _range_of_means = (0.0, math.inf)
     _row_arguments = ("offset", "exposure")
     _scale, _separated = "log rates", "rows of count 0 from the others"
     _clipped_ranges = (
@@ -359,6 +360,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     def _rows_with(self, X, groups, exposure=None, offset=None):
         return self._predictors_with(X, groups, _log_offset(exposure, offset, X))
+
+    def _mean_responses(self, predictors):
+        return bounded_exp(predictors)
 
     def _drawn_responses(self, predictors, weights, rng):
         means = np.minimum(bounded_exp(predictors), _LARGEST_RESPONSE)

@@ -1,7 +1,8 @@
 """Responses and rankings simulated from a mixed model."""
 
 from collections.abc import Iterator
-from numbers import Integral
+from itertools import islice
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,31 +131,82 @@ class SimulationMixin:
         Laird, N. M. and Louis, T. A. (1989). Empirical Bayes ranking methods. Journal of
         Educational Statistics, 14, 29-46.
         """
-        self._require_fitted("clients_")
         check_level(level)
-        self._check_simulates("same", "ranks")
-        if X is None and not self._design.fit_intercept:
-            raise ValueError("ranks needs X, rows on which clients compare: there is no intercept.")
-        m, design = len(self.clients_), self._design
-        if X is None:
-            row = np.eye(len(design.names))[0]
-        else:
-            row = design.matrix(self._checked_features(X)).mean(axis=0)
-        if not self._estimable_rows(row[None]).all():
+        x, draws = self._client_draws(X, n_draws, random_state, "ranks")
+        row = x.mean(axis=0)
+        estimates = self._design.vectors(self.coef_, self.intercept_) @ row
+        drawn = np.array([estimates + each @ row for each in draws])
+        table = rank_table(drawn, estimates, self.clients_, level)
+        return mark_coverage(table, self)
+
+    def exceedance(
+        self: Any,
+        threshold: float,
+        X: TableLike = None,
+        *,
+        n_draws: int = 2000,
+        random_state: RandomState = 0,
+    ) -> pd.Series:
+        """Posterior probability that a client's mean response is above a threshold.
+
+        Parameters
+        ----------
+        threshold : float
+            In units of the mean response: for classes a probability of the second, for counts a
+            rate per unit of exposure.
+        X : array-like of shape (n_rows, d), default=None
+            Rows over which the mean is taken: the same for all clients. None: one row of zeros, so
+            that the intercepts decide.
+        n_draws : int, default=2000
+            Draws from the joint posterior; a probability of .5 then has an error of .01.
+        random_state : int, RandomState instance or None, default=0
+            Seed of the draws.
+
+        Returns
+        -------
+        Series
+            Probabilities indexed by client.
+
+        Raises
+        ------
+        ValueError
+            As :meth:`ranks`, and for a threshold that no mean can have.
+        """
+        low, high = self._range_of_means
+        if not (isinstance(threshold, Real) and low < threshold < high):
             raise ValueError(
-                "ranks needs rows X whose predictors the rows of fit determine; columns that are "
+                f"threshold must be a number between {low:g} and {high:g}; got {threshold!r}."
+            )
+        x, draws = self._client_draws(X, n_draws, random_state, "exceedance")
+        estimates = self._design.vectors(self.coef_, self.intercept_)
+        above = [
+            self._mean_responses((estimates + each) @ x.T).mean(axis=1) > threshold
+            for each in draws
+        ]
+        index = pd.Index(self.clients_, name="client")
+        return pd.Series(np.mean(above, axis=0), index, name="exceedance")
+
+    def _client_draws(self: Any, X, n_draws, random_state, name):
+        """Rows (k, p) of the design, and draws (m, p) of clients' deviations from their estimates.
+
+        Without `X` the row is that of the intercept.
+        """
+        self._require_fitted("clients_")
+        self._check_simulates("same", name)
+        n = check_scalar(n_draws, "n_draws", Integral, min_val=1)
+        design, rng = self._design, check_random_state(random_state)
+        if X is None and not design.fit_intercept:
+            raise ValueError(
+                f"{name} needs X, rows on which clients compare: there is no intercept."
+            )
+        x = np.eye(len(design.names))[:1] if X is None else design.matrix(self._checked_features(X))
+        if not self._estimable_rows(x).all():
+            raise ValueError(
+                f"{name} needs rows X whose predictors the rows of fit determine; columns that are "
                 "combinations of others in fit are not in X."
             )
-        codes, rng = np.arange(m), check_random_state(random_state)
-        estimates = design.vectors(self.coef_, self.intercept_) @ row
-        effects = self._posterior_effects(codes, np.zeros(0, dtype=int), rng)
-        draws = np.array(
-            [
-                next(effects) @ row
-                for _ in range(check_scalar(n_draws, "n_draws", Integral, min_val=1))
-            ]
-        )
-        return mark_coverage(rank_table(estimates + draws, estimates, self.clients_, level), self)
+        clients, none = np.arange(len(self.clients_)), np.zeros(0, dtype=np.intp)
+        return x, islice(self._posterior_effects(clients, none, rng), n)
 
     def _draws(self: Any, X, groups, n, clients, weights, random_state, known) -> Iterator[Draw]:
         """Simulated tables, one by one."""

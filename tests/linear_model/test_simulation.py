@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from scipy.special import ndtr
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -151,6 +152,7 @@ def test_seeds_and_columns_of_ids():
     )
     assert_allclose(drawn.mean(), other.mean(), rtol=0.02)
     names = ["estimate", "rank"]
+    assert_allclose(model.exceedance(0.3, frame), plain.exceedance(0.3, x), atol=0.05)
     found, expected = (each.sort_index()[names] for each in (model.ranks(frame), plain.ranks(x)))
     assert_allclose(found, expected, atol=0.3)
 
@@ -201,6 +203,35 @@ def test_ranks_on_rows():
     model.fit(x, y, groups=codes)
     assert model.ranks([[0.0], [0.2]]).index.tolist() == [0, 1]
     assert model.ranks([[1.0], [0.8]]).index.tolist() == [1, 0]
+
+
+def test_exceedance(fitted):
+    kind, model, x, _ = fitted
+    threshold = {"linear": 0.3, "classes": 0.6, "counts": 1.5}[kind]
+    found = model.exceedance(threshold, n_draws=4000)
+    assert found.index.tolist() == model.clients_.tolist()
+    lower, upper = (bound[:, 0] for bound in model.credible_interval(0.9))
+    cut = {"linear": threshold, "classes": np.log(1.5), "counts": np.log(1.5)}[kind]
+    assert (found[lower > cut] > 0.93).all()
+    assert (found[upper < cut] < 0.07).all()
+    if kind == "linear":
+        std = model.intercept_std_
+        assert_allclose(found, ndtr((model.intercept_ - cut) / std), atol=0.03)
+    # On rows it is the mean response that counts.
+    on_rows = model.exceedance(threshold, x[:20], n_draws=500)
+    means = [np.mean(means_of(model, kind, x[:20], np.full(20, k))) for k in model.clients_]
+    assert np.corrcoef(on_rows, means)[0, 1] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("kind", "threshold"),
+    [("linear", np.nan), ("linear", "a"), ("classes", 1.0), ("counts", 0.0)],
+)
+def test_thresholds_that_no_mean_has(kind, threshold):
+    x, y, codes, _ = draw(kind, np.random.default_rng(0), 8, 5)
+    model = KINDS[kind](**ALONE).fit(x, y, groups=codes)
+    with pytest.raises(ValueError, match="threshold must be a number between"):
+        model.exceedance(threshold)
 
 
 # Refusals -----------------------------------------------------------------------------------------

@@ -105,6 +105,8 @@ def parametric_bootstrap(
             "parametric_bootstrap is for fits without privacy; the errors of a fit with a finite "
             "epsilon (conf_int) count its noise already."
         )
+    chosen = predicting_estimator(unfrozen(estimator))
+    _check_refits(chosen)
     rows = present_rows(X, None, groups, sample_weight, known)
     weights = {} if rows.weights is None else {"sample_weight": rows.weights}
     inside = rows_inside(estimator, rows)
@@ -117,8 +119,6 @@ def parametric_bootstrap(
         **weights,
         **inside.metadata,
     )
-    chosen = predicting_estimator(unfrozen(estimator))
-    _check_refits(chosen)
     estimate = _numbers(statistic(chosen))
     ids = {} if rows.groups is None else {"groups": rows.groups}
     given = {**rows.metadata, **weights, **ids}

@@ -225,11 +225,11 @@ class SimulationMixin:
             if levels:
                 predictors = predictors - model._level_predictors(x, levels, "effects")
             effects = self._prior_effects(len(ids), rng)
-        levels = self._with_new_levels(X, levels)
+        levels, fitted = self._with_new_levels(X, levels), getattr(self, "_levels", ())
+        roots = [square_root(each.embedded_covariance(self._design)) for each in fitted]
         for _ in range(n):
             drawn = predictors + np.einsum("np,np->n", x, next(effects)[at])
-            for each, level in zip(getattr(self, "_levels", ()), levels, strict=True):
-                root = square_root(each.embedded_covariance(self._design))
+            for root, level in zip(roots, levels, strict=True):
                 of_levels = rng.normal(size=(level.max() + 1, len(root))) @ root.T
                 drawn += np.einsum("np,np->n", x, of_levels[level])
             yield Draw(drawn, self._drawn_responses(drawn, weights, rng))
@@ -258,7 +258,7 @@ class SimulationMixin:
             )
         if getattr(self, "_levels", ()):
             raise ValueError(f"{name} of the same clients does not go with groupings; {instead}.")
-        if hasattr(self, "coef_") and not hasattr(self, "_posterior"):
+        if not hasattr(self, "_posterior"):
             raise ValueError(
                 f"{name} needs a posterior; a fit with {self._parameter_text()} gives its mode."
             )
@@ -303,7 +303,7 @@ class SimulationMixin:
         design, p = self._design, len(self._design.names)
         back, posterior = np.argsort(design.order), getattr(self, "_posterior", None)
         plug_in: Any = getattr(posterior, "plug_in", posterior)
-        has_shared = hasattr(plug_in, "error_root")  # else a single client, or a released model
+        has_shared = hasattr(plug_in, "error_root")  # else a single client
         error_root = (
             (plug_in.error_root * plug_in.scale[:, None])[back]
             if has_shared
@@ -343,10 +343,9 @@ class SimulationMixin:
 def _own_effects(model, plug_in, known, rng):
     """Endless deviations (m, p) of known clients from their modes, given the population."""
     design, p, m = model._design, len(model._design.names), len(known)
-    effects, result = getattr(model, "_effects", None), np.zeros((m, p))
+    effects, result, q = getattr(model, "_effects", None), np.zeros((m, p)), len(design.random)
+    z, of_client = np.tile(np.eye(q), (m, 1)), np.repeat(known, q)
     if effects is not None and effects.has_nodes:
-        q = len(design.random)
-        z, of_client = np.tile(np.eye(q), (m, 1)), np.repeat(known, q)
         nodes = effects.node_deviations(z, of_client)[..., 0].reshape(m, q, -1)
         chances = np.cumsum(effects.node_weights(known), axis=1)
         while True:
@@ -356,10 +355,6 @@ def _own_effects(model, plug_in, known, rng):
             yield result
     shift = np.zeros((m, p))
     if effects is not None:
-        z, of_client = (
-            np.tile(np.eye(len(design.random)), (m, 1)),
-            np.repeat(known, len(design.random)),
-        )
         shift[:, design.random] = effects.mean_shifts(z, of_client).reshape(m, -1)
     roots = _roots(plug_in, known, design)
     while True:

@@ -84,6 +84,8 @@ class TotalsMixin:
         ValueError
             For more than two classes, models with `groupings`, fits without a posterior, missing
             labels, and weights that are negative or all 0.
+        TypeError
+            For arguments by row that ``predict`` does not take.
 
         Notes
         -----
@@ -229,7 +231,7 @@ def _bounds(totals, stds, sums, scale, z):
         unit = shares * (1 - shares)
         width = stds / sums / unit
         # The logit's standard deviation, if the share's is this one, by a fit: intervals of 95 %
-        # hold .94 to .96 for one up to 1, and shares of .03 to .97.
+        # hold .93 to .97 for one up to 1, and shares of .03 to .97.
         lost = np.maximum(2.9 * unit - 0.275, 0.0) * width**2
         half = z * width / np.sqrt(np.maximum(1 - lost, _LEAST_LEFT))
         return sums * expit(logit(shares) - half), sums * expit(logit(shares) + half)

@@ -19,6 +19,27 @@ if "PFL_SKLEARN_WITHOUT_TORCH" in os.environ:
 
     block_torch()
 
+from tests.helpers import entropy  # noqa: E402  # torch may have to be blocked before
+
+entropy.replace_system_entropy()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    entropy.start_from(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """What tests share is the same whichever of them asks first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    before = entropy.start_from(f"{fixturedef.baseid} {fixturedef.argname} {request.param_index}")
+    try:
+        return (yield)
+    finally:
+        entropy.go_on_from(before)
+
 
 @pytest.fixture(scope="session")
 def data_home():

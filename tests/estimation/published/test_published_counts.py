@@ -199,12 +199,12 @@ def test_the_promise_holds_and_is_used(kind):
     counts = []
     for more in (1, 0):
         # Clients are disjoint, so a table of many is as many releases.
-        found = model.fit_counts(np.full(20_000, 2 + more), np.full(20_000, 5))
+        found = model.fit_counts(np.full(50_000, 2 + more), np.full(50_000, 5))
         counts.append(int(np.sum(np.rint(5 * found.local_means_) >= 3)))
-    assert 0.9 < odds_lower_bound(*counts, 20_000) < 1
-    halved = model.set_params(epsilon=2.0).fit_counts(np.full(20_000, 2), np.full(20_000, 5))
+    assert 0.9 < odds_lower_bound(*counts, 50_000) < 1
+    halved = model.set_params(epsilon=2.0).fit_counts(np.full(50_000, 2), np.full(50_000, 5))
     few = int(np.sum(np.rint(5 * halved.local_means_) >= 3))
-    assert odds_lower_bound(counts[0], few, 20_000) > 1
+    assert odds_lower_bound(counts[0], few, 50_000) > 1
 
 
 # Refusals -----------------------------------------------------------------------------------------

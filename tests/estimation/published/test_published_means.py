@@ -404,7 +404,7 @@ def test_with_a_list_of_clients(monkeypatch):
 
 
 def test_a_client_without_rows_is_the_population():
-    known = {"prior": GaussianPrior(0.5, 0.49), "noise_variance": 1.0, "epsilon": 50.0}
+    known = {"prior": GaussianPrior(0.5, 0.49), "noise_variance": 1.0, "epsilon": 100.0}
     model = fit(clients=LIST, **known)
     assert model.means_[-1] == pytest.approx(0.5, abs=0.02)
     assert model.stds_[-1] == pytest.approx(0.7, rel=0.02)

@@ -31,7 +31,10 @@ _ERRORS_WITH_VALUES = ("could not convert", "Complex data")
 # pandas' names for Python objects that are numbers, some of which may be missing.
 NUMBER_KINDS = {"boolean", "integer", "floating", "decimal", "mixed-integer-float", "empty"}
 _ENCODER = "make_pipeline(TableEncoder(), ...), from pfl_sklearn.compose"
-OF_DATES = "holds dates or times, not numbers. Make numbers of them, such as days since a start"
+OF_DATES = (
+    "holds dates or times, not numbers. Make numbers of them, such as days since a start, as a "
+    "TableEncoder from pfl_sklearn.compose does"
+)
 MAX_LEVELS = 30  # of a column that indicators encode
 # Levels of a column that models with groupings encode by indicators. Measured on ten development
 # tables: from 12 levels on a variance between them did as well or better, below 9 neither did.

@@ -7,11 +7,16 @@ import numpy as np
 import pandas as pd
 
 from pfl_sklearn._columns import NUMBER_KINDS, as_floats, suits_grouping
+from pfl_sklearn._dates import days_of, times_of
 from pfl_sklearn._typing import Floats
 
-NUMBERS, STRINGS, PASSED = "numbers", "strings", "anything"
-# pandas' names for what a column of Python objects holds.
-_OBJECTS = {"string": STRINGS, **dict.fromkeys(NUMBER_KINDS, NUMBERS)}
+NUMBERS, STRINGS, DATES, PASSED = "numbers", "strings", "dates", "anything"
+# pandas' names for what a column of Python objects, or of its own types, holds.
+_OBJECTS = {
+    "string": STRINGS,
+    **dict.fromkeys(NUMBER_KINDS, NUMBERS),
+    **dict.fromkeys(("date", "datetime", "datetime64", "period"), DATES),
+}
 
 
 class NumberPlan(NamedTuple):
@@ -31,6 +36,24 @@ class NumberPlan(NamedTuple):
         missing = np.isnan(values)
         filled = np.where(missing, self.fill, values)
         return np.column_stack([filled, missing] if self.has_indicator else [filled])
+
+
+class DatePlan(NamedTuple):
+    """A column of dates: the time that days are counted from, and the plan of these days."""
+
+    origin: np.datetime64
+    format: str | None  # of strings; None: the column held dates
+    days: NumberPlan
+    kind: str = DATES
+
+    @property
+    def suffixes(self):
+        """Ends of the output names, behind the name of the column."""
+        return self.days.suffixes
+
+    def encode(self, times):
+        """Output (n, 1) or (n, 2) of times (n,)."""
+        return self.days.encode(days_of(times - self.origin))
 
 
 class LevelPlan(NamedTuple):
@@ -73,20 +96,34 @@ class PassPlan(NamedTuple):
 def read_column(column):
     """Kind of a narwhals series and its values (n,), or a name of its content and None.
 
-    Numbers and booleans become floats with NaN for missing; strings and categories, objects.
+    Numbers and booleans become floats with NaN for missing, durations days, dates times in UTC;
+    strings and categories, objects.
     """
     dtype = column.dtype
     if dtype.is_numeric() or dtype == nw.Boolean:
         return NUMBERS, as_floats(column)
+    if isinstance(dtype, nw.Duration):
+        return NUMBERS, days_of(column.to_numpy())
+    if isinstance(dtype, nw.Date | nw.Datetime):
+        return DATES, times_of(column)
     if dtype in (nw.String, nw.Categorical, nw.Enum):
         return STRINGS, exact_values(column)
     if dtype not in (nw.Object, nw.Unknown):
-        return str(dtype), None
+        return type_name(column), None
     values = exact_values(column)
     content = pd.api.types.infer_dtype(values, skipna=True)
-    if _OBJECTS.get(content) == NUMBERS:
-        return NUMBERS, np.where(pd.isna(values), np.nan, values).astype(np.float64)
-    return (STRINGS, values) if content in _OBJECTS else (f"{content} values", None)
+    kind = _OBJECTS.get(content, f"{content} values")
+    if kind == NUMBERS:
+        return kind, np.where(pd.isna(values), np.nan, values).astype(np.float64)
+    if kind == DATES:
+        return kind, times_of(column)
+    return kind, values if kind == STRINGS else None
+
+
+def type_name(column):
+    """Name of a narwhals series' type in the words of its library."""
+    native = column.to_native()
+    return str(native.type if column.implementation.is_pyarrow() else native.dtype)
 
 
 def exact_values(column):
@@ -99,6 +136,17 @@ def exact_values(column):
 def _as_python(value):
     """A NumPy scalar as a Python one, which compares exactly with other types."""
     return value.item() if isinstance(value, np.number | np.bool_) else value
+
+
+def date_plan(times, format, origin, median, min_rows):
+    """DatePlan of times (n,), or None if all are missing; without an origin from the first."""
+    if np.isnat(times).all():
+        return None
+    origin = np.nanmin(times) if origin is None else origin
+    days = days_of(times - origin)
+    if median is not None:
+        return DatePlan(origin, format, NumberPlan(median, True))
+    return DatePlan(origin, format, number_plan(days, min_rows))
 
 
 def number_plan(values, min_rows):

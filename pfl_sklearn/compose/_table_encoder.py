@@ -1,7 +1,8 @@
-"""Encoding of strings, categories, booleans and missing values for a linear model."""
+"""Encoding of strings, categories, dates, booleans and missing values for a linear model."""
 
 import copy
 from collections.abc import Mapping
+from numbers import Number
 from typing import Any, Self
 
 import narwhals as nw
@@ -19,17 +20,21 @@ from pfl_sklearn._compat import (
     fit_context,
     output_library,
 )
+from pfl_sklearn._dates import ISO, date_format, times_of
 from pfl_sklearn._fitted import FittedMixin, column_attributes
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.compose._table_columns import (
+    DATES,
     NUMBERS,
     PASSED,
     STRINGS,
+    DatePlan,
     LevelPlan,
     NumberPlan,
     PassPlan,
+    date_plan,
     distinct_names,
     exact_values,
     has_many_levels,
@@ -38,6 +43,7 @@ from pfl_sklearn.compose._table_columns import (
     number_plan,
     plan_of_levels,
     read_column,
+    type_name,
 )
 
 _ALL_MISSING = "all its values are missing"
@@ -45,7 +51,7 @@ _ALL_MISSING = "all its values are missing"
 
 @with_parameters
 class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
-    """Encode strings, categories, booleans and missing values as numbers.
+    """Encode strings, categories, dates, booleans and missing values as numbers.
 
     Put it before a linear model in a pipeline. Columns keep their names, so the model's `random`
     and ``summary()`` refer to the table's own columns.
@@ -67,8 +73,12 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     medians : dict of floats or None, default=None
         Fills of missing values in columns of numbers, by name. These columns always have an
         indicator. If both `levels` and `medians` are given, nothing is learned from the rows.
+        Those of dates are in days since their origin.
+    dates : dict of str or datetime, or None, default=None
+        Origins of columns of dates by name, such as ``{"day": "2020-01-01"}``. Columns of dates
+        that are not named have the first date that ``fit`` sees.
     unsupported : {"error", "drop"}, default="error"
-        What to do about columns that cannot be encoded, such as dates. "drop" leaves them out with
+        What to do about columns that cannot be encoded, such as lists. "drop" leaves them out with
         a warning, unless both `levels` and `medians` are given.
 
     Attributes
@@ -81,15 +91,19 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     Raises
     ------
     ValueError
-        For dates and mixed types, infinite values, two columns of one name, a column of strings
-        that held numbers in ``fit``, a column of floats whose given levels are integers beyond
-        2**53, and, with both `levels` and `medians`, strings without levels,
-        ``unsupported="drop"`` and ``many_levels="pass"``.
+        For mixed types, infinite values, two columns of one name, a column of strings that held
+        numbers or dates in ``fit``, a column of floats whose given levels are integers beyond
+        2**53, and, with both `levels` and `medians`, strings without levels, dates without an
+        origin, ``unsupported="drop"`` and ``many_levels="pass"``.
 
     Notes
     -----
     - Numbers keep name and values. Missing values get the median; a column "age_missing" marks
       them if ``fit`` saw at least `min_rows` of them. Booleans become 0 and 1.
+    - Dates become days since an origin, with fractions for times of day, in UTC where there are
+      time zones; durations become days. Columns of strings are dates if all their values have one
+      format that pandas knows, such as 2016-11-08 or 11/8/2016 (the month first if that is possible
+      everywhere), unless `levels` names the column.
     - Strings and categories become an indicator column for each level but the first,
       "county_Kent". Levels are sorted; ordered categories keep their order.
     - A level that ``fit`` did not see counts as "other". Without that level it becomes the average
@@ -104,7 +118,8 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     - With both `levels` and `medians`, which must not come from the data, a private model behind
       the encoder keeps its promise; see :func:`~pfl_sklearn.privacy.privacy_of`. Missing values
       without a given median stay missing. No row's encoding depends on another row: levels match
-      exactly, also integers beyond 2**53, and a column of another type is refused.
+      exactly, also integers beyond 2**53, and a column of another type is refused. Strings count
+      as dates where `dates` names them and they have an ISO format; others are missing.
 
     Examples
     --------
@@ -123,6 +138,7 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     many_levels: str = parameter(default="merge", ranges=[StrOptions({"merge", "pass"})])
     levels: dict[str, list[Any]] | None = parameter(default=None, ranges=[Mapping, None])
     medians: dict[str, float] | None = parameter(default=None, ranges=[Mapping, None])
+    dates: dict[str, Any] | None = parameter(default=None, ranges=[Mapping, None])
     unsupported: str = parameter(default="error", ranges=[StrOptions({"error", "drop"})])
 
     @fit_context(prefer_skip_nested_validation=True)
@@ -150,7 +166,7 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
                 "is learned from the rows; set many_levels='merge'."
             )
         frame, columns = self._read_for_fit(X)
-        _check_specified(self.levels, self.medians, frame.columns)
+        _check_specified(self.levels, self.medians, self.dates, frame.columns)
         plans = {name: self._plan(name, frame[name]) for name in frame.columns}
         dropped = {name: reason for name, reason in plans.items() if isinstance(reason, str)}
         if dropped:
@@ -168,17 +184,30 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
 
     def _plan(self, name, column):
         """Plan of a column, or the reason why it is left out."""
-        levels, medians = self.levels or {}, self.medians or {}
+        levels, medians, dates = self.levels or {}, self.medians or {}, self.dates or {}
         if name in levels:
             check_exact_levels(name, column.dtype, levels[name])
             return plan_of_levels(levels[name])
+        origin = _time(dates[name]) if name in dates else None
         if self._is_specified:  # values are not read, because an error would reveal one
+            numbers = NumberPlan(float(medians.get(name, np.nan)), name in medians)
+            if origin is not None:
+                return DatePlan(origin, None, numbers)
             if not (column.dtype.is_numeric() or column.dtype == nw.Boolean):
-                return self._refuse(name, f"it holds {column.dtype}, and levels has none for it")
-            return NumberPlan(float(medians.get(name, np.nan)), name in medians)
+                held = f"it holds {type_name(column)}"
+                return self._refuse(name, f"{held}, and neither levels nor dates names it")
+            return numbers
         kind, values = read_column(column)
         if values is None:
             return self._refuse(name, f"it holds {kind}")
+        format = date_format(values) if kind == STRINGS else None
+        if format is not None:
+            kind, values = DATES, times_of(column, format)
+        if kind == DATES:
+            median = float(medians[name]) if name in medians else None
+            return date_plan(values, format, origin, median, self.min_rows) or _ALL_MISSING
+        if origin is not None:
+            return self._refuse(name, f"dates names it, and it holds {kind} of no format of dates")
         if kind == STRINGS:
             if self.many_levels == "pass" and has_many_levels(values, self.max_levels):
                 return PassPlan()
@@ -225,8 +254,8 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
             way_out = "leave it out, or set unsupported='drop'"
         raise ValueError(
             f"column {name!r} of X cannot be encoded: {reason}; expected finite numbers, booleans, "
-            "strings or categories. Make numbers of it (of dates such as days since a start), make "
-            f"all its values strings, {way_out}."
+            f"strings, categories or dates. Make numbers of it, make all its values strings, "
+            f"{way_out}."
         )
 
     def transform(self, X: TableLike) -> Any:
@@ -277,8 +306,14 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
             if not self._learned:
                 return exact_values(column)
         kind, values = read_column(column)
-        if values is None:
+        if plan.kind == DATES and kind == STRINGS:
+            return self._times_of_strings(column, values, plan)
+        if plan.kind == DATES and kind == NUMBERS and np.isnan(values).all():
+            return np.full(len(values), "NaT", dtype="datetime64[us]")
+        if values is None or (kind == DATES) != (plan.kind == DATES):
             raise ValueError(f"column {name!r} of X holds {kind}; fit saw {plan.kind}.")
+        if plan.kind == DATES:
+            return values
         if plan.kind == NUMBERS:
             if kind == STRINGS:
                 if not pd.isna(values).all():
@@ -299,6 +334,18 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
                 f"{plan.levels[0]!r}. Give them in the same type."
             )
         return values
+
+    def _times_of_strings(self, column, values, plan):
+        """Times (n,) of strings (n,) in a column that held dates in ``fit``."""
+        times = times_of(column, plan.format or ISO)
+        other = np.flatnonzero(np.isnat(times) & ~pd.isna(values))
+        if self._learned and len(other):
+            seen = "dates" if plan.format is None else f"strings of the format {plan.format}"
+            raise ValueError(
+                f"column {column.name!r} of X holds {values[other[0]]!r}, which is no date; fit "
+                f"saw {seen}."
+            )
+        return times
 
     def get_feature_names_out(self, input_features: TableLike = None) -> np.ndarray:
         """Names of the columns of the output.
@@ -397,10 +444,16 @@ def _check_strings(X, levels):
         )
 
 
-def _check_specified(levels, medians, columns):
-    """Raise ValueError for `levels` or `medians` that are invalid or fit no column."""
-    levels, medians = levels or {}, medians or {}
-    for parameter_name, names in (("levels", levels), ("medians", medians)):
+def _time(origin):
+    """A date as numpy's, in UTC, NaT if it is none."""
+    time = pd.to_datetime(origin, errors="coerce", utc=True)
+    return np.datetime64(time.tz_localize(None) if isinstance(time, pd.Timestamp) else "NaT", "us")
+
+
+def _check_specified(levels, medians, dates, columns):
+    """Raise ValueError for `levels`, `medians` or `dates` that are invalid or fit no column."""
+    levels, medians, dates = levels or {}, medians or {}, dates or {}
+    for parameter_name, names in (("levels", levels), ("medians", medians), ("dates", dates)):
         for name in names:
             if name not in columns:
                 raise ValueError(
@@ -409,6 +462,9 @@ def _check_specified(levels, medians, columns):
     for name, median in medians.items():
         if not np.isfinite(median):
             raise ValueError(f"medians has {median!r} for {name!r}; expected a finite number.")
+    for name, origin in dates.items():
+        if isinstance(origin, Number) or np.isnat(_time(origin)):
+            raise ValueError(f"dates has {origin!r} for {name!r}; expected a date.")
     for name, values in levels.items():
         are_distinct = not isinstance(values, str) and len(set(values)) == len(values) > 1
         if not are_distinct or any(pd.isna(value) for value in values):
@@ -416,5 +472,8 @@ def _check_specified(levels, medians, columns):
                 f"levels of {name!r} must be two or more that differ, none of them missing; got "
                 f"{values!r}."
             )
-        if name in medians:
-            raise ValueError(f"column {name!r} is in levels and in medians; give one of them.")
+        for parameter_name, names in (("medians", medians), ("dates", dates)):
+            if name in names:
+                raise ValueError(
+                    f"column {name!r} is in levels and in {parameter_name}; give one of them."
+                )

@@ -20,6 +20,7 @@ from pfl_sklearn._columns import (
     kind_of,
     suits_grouping,
 )
+from pfl_sklearn._dates import date_format
 from pfl_sklearn._warnings import format_names, warn_caller
 from pfl_sklearn.linear_model._design import resolve_design
 from pfl_sklearn.linear_model._mixed._groupings._fit import check_memory
@@ -193,7 +194,7 @@ def positions_of(random, design):
 
 
 def _columns_of_many_levels(X, weights):
-    """Names of the columns of strings and categories that have many levels."""
+    """Names of the columns of strings and categories that have many levels, without dates."""
     labels = column_labels(X)
     if labels is None:
         return []
@@ -208,8 +209,9 @@ def _columns_of_many_levels(X, weights):
     texts = [name for name in labels if _holds_text(kinds[name], frame, name)]
     if texts and weights is not None and np.shape(weights) == (len(frame),):
         frame = frame.filter((np.asarray(weights) > 0).tolist())
-    counts = {name: frame.get_column(name).drop_nulls().n_unique() for name in texts}
-    return [name for name, count in counts.items() if suits_grouping(count, len(frame))]
+    levels = {name: frame.get_column(name).drop_nulls().unique() for name in texts}
+    many = [name for name in texts if suits_grouping(len(levels[name]), len(frame))]
+    return [name for name in many if date_format(levels[name].to_list()) is None]
 
 
 def _holds_text(dtype, frame, name):

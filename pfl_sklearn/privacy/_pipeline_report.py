@@ -78,11 +78,11 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     *Steps.* These steps are treated as stateless: ``FunctionTransformer``,
     ``Normalizer``, ``Binarizer``, ``AdditiveChi2Sampler``, ``FeatureHasher`` and
     ``HashingVectorizer``, but not their subclasses or unions of steps; and a
-    :class:`~pfl_sklearn.compose.TableEncoder` with `levels` and `medians`, which we assume do not
-    come from the data. We inspect the functions of such a step, with their defaults, closures,
-    globals and all that they call outside well-known libraries; if they hold an estimator or call
-    ``fit``, ``epsilon`` is infinite. The report assumes that their numbers and arrays do not come
-    from these data, and that they treat rows separately.
+    :class:`~pfl_sklearn.compose.TableEncoder` with `levels` and `medians`, which we assume, like
+    its `dates`, do not come from the data. We inspect the functions of such a step, with their
+    defaults, closures, globals and all that they call outside well-known libraries; if they hold an
+    estimator or call ``fit``, ``epsilon`` is infinite. The report assumes that their numbers and
+    arrays do not come from these data, and that they treat rows separately.
 
     *Fits.* ``privacy_`` of a private estimator is a statement about its own fit. If one of
     scikit-learn's searches scored or refitted it, ``privacy_.epsilon`` stays that of the fit, and
@@ -179,7 +179,7 @@ def _assumptions_about(name: str, step: Any) -> list[str]:
         )
     if _has_fixed_statistics(step):
         assumptions.append(
-            f"levels and medians of step {name!r} do not come from these data, and the columns "
+            f"levels, medians and dates of step {name!r} do not come from these data, and the columns "
             "have types that go with them: it refuses others, which reveals that some client "
             "holds such a value"
         )

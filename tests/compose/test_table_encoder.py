@@ -3,6 +3,7 @@
 import datetime
 import math
 import re
+import warnings
 
 import narwhals as nw
 import numpy as np
@@ -11,6 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies as st
+from numpy.testing import assert_allclose
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
@@ -24,7 +26,7 @@ from pfl_sklearn import (
     PPSGDClassifier,
     privacy_of,
 )
-from pfl_sklearn.compose import TableEncoder
+from pfl_sklearn.compose import PersonalizedStackingRegressor, TableEncoder
 from pfl_sklearn.priors import GaussianPrior
 
 RANDOM = ["intercept", "experience"]
@@ -554,12 +556,133 @@ def test_given_levels_and_medians_drop_no_column():
     assert any("types that go with them: it refuses others" in each for each in report.assumptions)
 
 
+# Dates --------------------------------------------------------------------------------------------
+
+DAYS = pd.date_range("2020-02-01", periods=12, freq="36h")
+SAME_DATES = {
+    "datetimes": DAYS,
+    "in a zone": DAYS.tz_localize("UTC").tz_convert("Europe/Berlin"),
+    "ISO strings": DAYS.strftime("%Y-%m-%d %H:%M"),
+    "objects": DAYS.to_pydatetime(),
+    "pyarrow": pd.Series(DAYS).astype("timestamp[us][pyarrow]"),
+    "categories": pd.Categorical(DAYS.strftime("%Y-%m-%dT%H:%M:%S")),
+}
+
+
+@pytest.mark.parametrize("name", SAME_DATES)
+@pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow"])
+def test_dates_are_days_since_the_first(name, library):
+    table = pd.DataFrame({"a": np.arange(12.0), "when": SAME_DATES[name]})
+    if library != "pandas":
+        if name in ("objects", "pyarrow"):
+            table["when"] = DAYS
+        table = nw.from_native(table).to_arrow()
+        table = pl.from_arrow(table) if library == "polars" else table
+    encoder = TableEncoder().fit(table)
+    assert encoder.get_feature_names_out().tolist() == ["a", "when"]
+    found = nw.from_native(encoder.transform(table)).to_numpy()
+    assert_allclose(found[:, 1], 1.5 * np.arange(12))
+
+
+@pytest.mark.parametrize(
+    ("values", "days"),
+    [
+        (["1/30/2020", "2/1/2020"], [0, 2]),
+        (["13/1/2020", "1/2/2020"], [0, 19]),  # the day first, because no month is the 13th
+        (["1/30/20", "2/1/20"], [0, 2]),
+        (["Nov 6, 2016", "Nov 8, 2016"], [0, 2]),
+        (["8 November 2016", "6 November 2016"], [2, 0]),
+        (["2016-11", "2016-12"], [0, 30]),
+        (["2016-11-06", "2016-11-06 12:00"], [0, 0.5]),
+        (["2016-11-06T00:00:00Z", "2016-11-06T00:00:00-06:00"], [0, 0.25]),
+        (pd.period_range("2019-02", periods=2, freq="M"), [0, 28]),
+        ([datetime.date(1200, 3, 1), datetime.date(1200, 3, 3)], [0, 2]),
+        (pd.to_timedelta([36, 12], unit="h"), [1.5, 0.5]),
+    ],
+)
+def test_formats_of_dates(values, days):
+    table = pd.DataFrame({"when": pd.Series(values)})
+    assert_allclose(TableEncoder().fit_transform(table)["when"], days)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["10.0.0.1", "10.0.0.2"],
+        ["1.2.3", "1.12.45"],
+        ["2016", "2017"],
+        ["20161106", "20161107"],
+        ["12-34", "11-50"],
+        ["10:30", "11:30"],
+        ["June", "July"],
+        ["route 66", "route 7"],
+        ["2016-11-06", "unknown"],
+    ],
+)
+def test_strings_that_are_no_dates(values):
+    table = pd.DataFrame({"code": pd.Series(values * 10, dtype=object)})
+    assert TableEncoder().fit_transform(table).columns.tolist() == [f"code_{max(values)}"]
+
+
+def test_missing_dates_and_given_origins():
+    table = pd.DataFrame({"when": ["2020-01-03", None, "2020-01-11"]})
+    encoded = TableEncoder(min_rows=1).fit_transform(table)
+    assert_allclose(encoded, [[0, 0], [4, 1], [8, 0]])
+    assert encoded.columns.tolist() == ["when", "when_missing"]
+    given = TableEncoder(dates={"when": "2020-01-01"}, medians={"when": 3})
+    assert_allclose(given.fit_transform(table), [[2, 0], [3, 1], [10, 0]])
+    as_levels = TableEncoder(levels={"when": ["2020-01-03", "2020-01-11"]})
+    assert as_levels.fit_transform(table).columns.tolist() == ["when_2020-01-11"]
+    encoder = TableEncoder(min_rows=1).fit(table)
+    later = pd.DataFrame({"when": pd.to_datetime(["2020-01-04", None])})
+    assert_allclose(encoder.transform(later), [[1, 0], [4, 1]])
+    assert_allclose(encoder.transform(pd.DataFrame({"when": [np.nan]})), [[4, 1]])
+    with pytest.raises(ValueError, match="holds 'soon', which is no date; fit saw strings of the"):
+        encoder.transform(pd.DataFrame({"when": ["soon"]}))
+    with pytest.raises(ValueError, match="'when' of X holds numbers; fit saw dates"):
+        encoder.transform(pd.DataFrame({"when": [3.0]}))
+
+
+def test_a_private_fit_needs_the_origin_of_dates():
+    table = pd.DataFrame({"when": ["2020-01-03", "nobody", "1/2/2020"], "a": [1.0, 2.0, 3.0]})
+    private = {"levels": {}, "medians": {"when": 5.0}}
+    given = TableEncoder(**private, dates={"when": datetime.date(2020, 1, 1)}).fit(table)
+    assert_allclose(given.transform(table), [[2, 0, 1], [5, 1, 2], [5, 1, 3]])
+    one = pd.concat([given.transform(table[k : k + 1]) for k in range(3)])
+    assert_allclose(given.transform(table), one)
+    with pytest.raises(ValueError, match=r"holds datetime64.*neither levels nor dates names it"):
+        TableEncoder(**private).fit(pd.DataFrame({"when": DAYS}))
+
+
+def test_models_and_stacks_take_dates_alike():
+    rng = np.random.default_rng(0)
+    when = pd.Timestamp("2020-01-01") + pd.to_timedelta(rng.integers(0, 400, 300), unit="D")
+    groups = rng.integers(0, 10, 300)
+    y = 5.0 * (when > "2020-06-01") + rng.normal(size=300) + groups
+    tables = [pd.DataFrame({"when": when}), pd.DataFrame({"when": when.strftime("%Y-%m-%d")})]
+    line = make_pipeline(TableEncoder(), PersonalizedLinearRegression(random="intercept"))
+    for model in (line, PersonalizedStackingRegressor(cv=3, random_state=0)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            fits = [
+                ClientColumn(model, column="who").fit(table.assign(who=groups), y)
+                for table in tables
+            ]
+        first, second = (
+            fit.predict(table.assign(who=groups)) for fit, table in zip(fits, tables, strict=True)
+        )
+        assert_allclose(first, second)
+    assert np.sqrt(np.mean((first - y) ** 2)) < 1.5
+    with pytest.raises(ValueError, match=r"'when' of X holds strings.*TableEncoder"):
+        PersonalizedLinearRegression().fit(tables[1], y, groups=groups)
+    with pytest.raises(ValueError, match=r"'when' of X holds dates or times.*TableEncoder"):
+        PersonalizedLinearRegression().fit(tables[0], y, groups=groups)
+
+
 # Bad input ----------------------------------------------------------------------------------------
 
 UNSUPPORTED = {
-    "dates": pd.to_datetime(["2020-01-01"] * 12),
-    "days": [datetime.date(2020, 1, 1)] * 12,
-    "spans": pd.to_timedelta([1] * 12),
+    "times": [datetime.time(12)] * 12,
     "mixed": [1, "a"] * 6,
     "lists": [[1]] * 12,
     "infinite": [np.inf] * 12,
@@ -593,7 +716,9 @@ def test_columns_that_say_nothing(column):
         ({"n": ["a"] * 12}, "'n' of X holds strings; fit saw numbers"),
         ({"w": [1.0] * 12}, "'w' of X holds numbers such as 1.0; fit saw levels such as 'a'"),
         ({"n": [np.inf] * 12}, "'n' of X has infinite values"),
-        ({"n": UNSUPPORTED["dates"]}, "'n' of X holds Datetime"),
+        ({"n": pd.to_datetime(["2020-01-01"] * 12)}, "'n' of X holds dates; fit saw numbers"),
+        ({"w": pd.to_datetime(["2020-01-01"] * 12)}, "'w' of X holds dates; fit saw strings"),
+        ({"w": pd.to_timedelta([1] * 12)}, "'w' of X holds numbers such as"),
     ],
 )
 def test_columns_of_another_kind_than_in_fit(change, message):
@@ -618,13 +743,23 @@ def test_a_table_without_rows():
     ("given", "message"),
     [
         ({"levels": {"z": ["a", "b"]}}, "levels has 'z', which is no column of X"),
+        ({"dates": {"z": "2020-01-01"}}, "dates has 'z', which is no column of X"),
+        ({"dates": {"w": "soon"}}, "dates has 'soon' for 'w'; expected a date"),
+        ({"dates": {"w": 2020}}, "dates has 2020 for 'w'; expected a date"),
+        (
+            {"dates": {"w": "2020-01-01"}},
+            "'w' of X .* dates names it, and it holds strings of no",
+        ),
         ({"medians": {"z": 1.0}}, "medians has 'z', which is no column of X"),
         ({"levels": {"w": ["a"]}}, "levels of 'w' must be two or more"),
         ({"levels": {"w": "ab"}}, "levels of 'w' must be two or more"),
         ({"levels": {"w": ["a", None]}}, "levels of 'w' must be two or more"),
         ({"levels": {"w": ["a", "b"]}, "medians": {"w": 1.0}}, "'w' is in levels and in medians"),
         ({"medians": {"n": np.nan}}, "medians has nan for 'n'"),
-        ({"levels": {}, "medians": {}}, "'w' of X cannot be encoded: .* levels has none for it"),
+        (
+            {"levels": {}, "medians": {}},
+            "'w' of X .* neither levels nor dates names it",
+        ),
     ],
 )
 def test_levels_and_medians_that_fit_no_column(given, message):

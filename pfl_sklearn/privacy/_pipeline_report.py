@@ -179,9 +179,9 @@ def _assumptions_about(name: str, step: Any) -> list[str]:
         )
     if _has_fixed_statistics(step):
         assumptions.append(
-            f"levels, medians and dates of step {name!r} do not come from these data, and the columns "
-            "have types that go with them: it refuses others, which reveals that some client "
-            "holds such a value"
+            f"levels, medians and dates of step {name!r} do not come from these data, and the "
+            "columns have types that go with them: it refuses others, which reveals that some "
+            "client holds such a value"
         )
     return assumptions
 

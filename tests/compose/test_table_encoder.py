@@ -420,7 +420,9 @@ def test_what_was_given_costs_no_privacy():
     table, y = people()
     report = privacy_of(private(TableEncoder(**SPECIFIED)).fit(table, y))
     assert report.epsilon == 1.0
-    assert any("levels and medians of step 'tableencoder'" in each for each in report.assumptions)
+    assert any(
+        "levels, medians and dates of step 'tableencoder'" in each for each in report.assumptions
+    )
 
 
 @pytest.mark.parametrize(

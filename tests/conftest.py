@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -27,6 +28,8 @@ entropy.replace_system_entropy()
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     entropy.start_from(item.nodeid)
+    if "matplotlib.pyplot" in sys.modules:  # it warns of many open figures, and doctests leave some
+        sys.modules["matplotlib.pyplot"].close("all")
 
 
 @pytest.hookimpl(wrapper=True)

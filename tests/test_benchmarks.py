@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib import pyplot
 from scipy.optimize import minimize_scalar
 from sklearn.base import BaseEstimator
 from sklearn.metrics import log_loss
@@ -243,7 +242,6 @@ def test_a_comparison_goes_on_where_it_was(compare_nets, tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_the_page_of_the_comparison_is_of_the_results(compare_nets, regimes, tmp_path):
-    pyplot.close("all")  # doctests leave figures open, and matplotlib warns of many
     results = compare_nets.Results(compare_nets.Cell, BENCHMARKS / "compare_nets")
     plan = compare_nets.Plan(regimes.REGIMES)
     found = compare_nets.completed(plan, compare_nets.tested(plan, results))

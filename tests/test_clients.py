@@ -4,6 +4,7 @@ import datetime as dt
 import decimal
 import tracemalloc
 import uuid
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -32,6 +33,13 @@ CODES = np.array([2, 0, 2, 1, 0, 2])
 def take(values):
     """Values of the rows of CODES, as a list."""
     return [values[code] for code in CODES]
+
+
+def one_column(values):
+    """The values as NumPy's matrix, of which it warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PendingDeprecationWarning)
+        return np.asmatrix(values).T
 
 
 def day(k, **zone):
@@ -69,7 +77,7 @@ KINDS = {
     "pandas Int64": (pd.Series(take(NUMBERS), dtype="Int64"), NUMBERS, "i"),
     "polars int": (pl.Series(take(NUMBERS)), NUMBERS, "i"),
     "column of int": (np.array(take(NUMBERS))[:, None], NUMBERS, "i"),
-    "matrix of one column": (np.asmatrix(take(NUMBERS)).T, NUMBERS, "i"),
+    "matrix of one column": (one_column(take(NUMBERS)), NUMBERS, "i"),
     "data frame of one column": (pd.DataFrame({"id": take(NUMBERS)}), NUMBERS, "i"),
     "every other row": (np.repeat(take(NUMBERS), 2)[::2], NUMBERS, "i"),
     "nothing masked": (np.ma.masked_array(take(NUMBERS), mask=False), NUMBERS, "i"),

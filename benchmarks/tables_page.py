@@ -1,6 +1,6 @@
-"""Pages of what tables.py found: the documentation's, and the README's table.
+"""Pages and pictures of what tables.py found: the documentation's, and the README's table.
 
-python benchmarks/tables_page.py --page docs/tables.rst
+python benchmarks/tables_page.py --page docs/tables.rst  # and docs/tables/, docs/_static/tables_*
 python benchmarks/tables_page.py --readme
 """
 
@@ -14,12 +14,14 @@ import numpy as np
 from cells import Results
 from table_models import FOR_NEW, METHODS, OURS, PLAIN
 from tables import FINAL, KINDS, TASKS, Cell, cells_of
+from tables_picture import picture
 
 OWN = "stacking"
 README = (
     *("default", "CatBoost", "CatBoost tuned", "LightGBM tuned", "GPBoost boosting"),
     *("trees, target", "one-hot linear"),
 )
+README_ROWS = 8
 WITHIN = 2  # standard errors
 TITLES = {
     "inside": "Rows of known clients",
@@ -255,29 +257,75 @@ def best_peer(found):
 # Documentation ------------------------------------------------------------------------------------
 
 
-def page(results):
-    """Page of all tasks that are complete."""
-    parts, shown = [_INTRODUCTION], {}
+_PICTURES = """
+In the pictures, each row is a table and each mark a method. The axis is the error divided by the
+stack's: a method left of the line at 1 has a smaller error than the stack. ``default`` is the
+personalized linear or logistic model. Marks at the end of the axis, beside an arrow, are further
+out. Rows are ordered by the best method that is not of this package: in the first row its error is
+smallest relative to the stack's.
+
+In the tables below the pictures, names lead to the errors, times and memory of all methods, and to
+what predicted in the stacks.
+
+.. toctree::
+   :hidden:
+   :maxdepth: 1
+
+"""
+_OF_ONE_TABLE = """.. Written by benchmarks/tables_page.py.
+
+{heading}
+:ref:`table_comparison` says what was compared, and how.
+"""
+
+
+def pages(results):
+    """Pages of all tasks that are complete and pictures, by path below the documentation."""
     complete = {kind: found for kind in KINDS if (found := _complete(results, kind))}
-    for kind, tasks in complete.items():
-        each = {task: shown_summaries(task, kind, found) for task, found in tasks.items()}
+    shown = {
+        kind: {task: shown_summaries(task, kind, found) for task, found in tasks.items()}
+        for kind, tasks in complete.items()
+    }
+    tasks = [task for task in TASKS if any(task in each for each in shown.values())]
+    overview = [_INTRODUCTION, _PICTURES + "".join(f"   tables/{task}\n" for task in tasks)]
+    written = {}
+    for kind, each in shown.items():
+        drawn = f"_static/tables_{kind}.svg"
+        written[drawn] = picture([(_title(task), _ratios(each[task])) for task in by_peers(each)])
         header = ["Table", "Stacking", "Best of the others", "", "More than stacking"]
-        rows = [_overview(task, found) for task, found in each.items()]
-        parts.append(_heading(f"{TITLES[kind]}: overview", "-") + _standing(each.values()))
-        parts.append(_csv(header, rows))
-        shown[kind] = each
-    for task in TASKS:
-        kinds = [kind for kind, tasks in complete.items() if task in tasks]
-        parts.append(_heading(_title(task), "-") if kinds else "")
-        for kind in kinds:
+        overview += [_heading(TITLES[kind], "-") + _standing(each.values()), _image(drawn, kind)]
+        overview.append(_csv(header, [_overview(task, found) for task, found in each.items()]))
+    written["tables.rst"] = _joined(overview)
+    for task in tasks:
+        parts = [_OF_ONE_TABLE.format(heading=_heading(_title(task), "="))]
+        for kind in (kind for kind in shown if task in shown[kind]):
             each = shown[kind][task]
-            parts.append(_heading(TITLES[kind], "~") + _csv(_HEADER, list(map(_row, each.items()))))
+            parts.append(_heading(TITLES[kind], "-") + _csv(_HEADER, list(map(_row, each.items()))))
             parts.append(_words(task, kind, complete[kind][task], best_peer(each)))
-    return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
+        written[f"tables/{task}.rst"] = _joined(parts)
+    return written
+
+
+def _joined(parts):
+    return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 
 def _title(task):
     return NAMES[task] + ("*" if task in FINAL else "")
+
+
+def by_peers(shown):
+    """Tasks, from the one on which the best other does best relative to the stack to the worst."""
+
+    def ratio(task):
+        return best_peer(shown[task])[1].error / shown[task][OWN].error
+
+    return sorted(shown, key=ratio)
+
+
+def _ratios(found):
+    """Errors over the stack's, by method."""
+    return {name: each.error / found[OWN].error for name, each in found.items() if name != OWN}
 
 
 _HEADER = ["Method", "Error", "More than stacking", "Seconds", "MiB"]
@@ -287,11 +335,11 @@ def _overview(task, found):
     name, peer = best_peer(found)
     own = found[OWN]
     return [
-        _title(task),
+        f":doc:`{_title(task)} <tables/{task}>`",
         _shown(own.error),
         _shown(peer.error),
         PLAIN.get(name, name),
-        f"{_shown(peer.excess)} ± {_shown(peer.excess_se)}",
+        _with_error(peer.excess, peer.excess_se),
     ]
 
 
@@ -310,8 +358,8 @@ def _row(item):
     name, each = item
     return [
         PLAIN.get(name, name),
-        f"{_shown(each.error)} ± {_shown(each.error_se)}",
-        "" if name == OWN else f"{_shown(each.excess)} ± {_shown(each.excess_se)}",
+        _with_error(each.error, each.error_se),
+        "" if name == OWN else _with_error(each.excess, each.excess_se),
         f"{each.seconds:.3g}",
         f"{max(each.mebibytes, 0):.0f}",
     ]
@@ -347,12 +395,29 @@ def _heading(text, line):
     return f"{text}\n{line * len(text)}\n"
 
 
+def _image(path, kind):
+    words = f"{TITLES[kind]}: errors of methods over the stack's, by table"
+    return f".. image:: {path}\n   :alt: {words}\n   :width: 500px\n"
+
+
 def _csv(header, rows):
     if not rows:
         return "\nNo table is complete yet.\n"
-    lines = ["", ".. csv-table::", "   :header-rows: 1", "", "   " + ", ".join(header)]
+    lines = [
+        "",
+        ".. csv-table::",
+        "   :header-rows: 1",
+        "   :class: table-sm small",
+        "",
+        "   " + ", ".join(header),
+    ]
     lines += ["   " + ", ".join(f'"{cell}"' for cell in row) for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def _with_error(value, standard_error):
+    """Both in one line of a cell."""
+    return f"{_shown(value)} ± {_shown(standard_error)}".replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _shown(value):
@@ -364,27 +429,35 @@ def readme_table(results):
     columns = [OWN, *README]
     lines = ["| rows of known clients | " + " | ".join(columns) + " |"]
     lines.append("|---" * (1 + len(columns)) + "|")
-    for task, found in _complete(results, "inside").items():
-        if TASKS[task].part != "old":
-            continue
-        each = summaries(task, "inside", found)
+    complete = _complete(results, "inside")
+    shown = {task: shown_summaries(task, "inside", found) for task, found in complete.items()}
+    for task in spread(by_peers(shown)):
+        each = shown[task]
         errors = [each[name].error if name in each else math.inf for name in columns]
-        shown = ["" if math.isinf(error) else _shown(error) for error in errors]
-        best = shown[int(np.argmin(errors))]
-        cells = [f"**{cell}**" if cell == best else cell for cell in shown]
+        cells = ["" if math.isinf(error) else _shown(error) for error in errors]
+        best = cells[int(np.argmin(errors))]
+        cells = [f"**{cell}**" if cell == best else cell for cell in cells]
         lines.append(f"| {NAMES[task]} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def spread(tasks):
+    """The README's tasks: of the ordered ones the first, the last, and others at even distances."""
+    return [tasks[round(place)] for place in np.linspace(0, len(tasks) - 1, README_ROWS)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "tables")
-    parser.add_argument("--page", type=Path, help="write the page of complete tasks here")
+    parser.add_argument("--page", type=Path, help="write the overview here, and the rest beside it")
     parser.add_argument("--readme", action="store_true", help="print the README's table")
     options = parser.parse_args()
     results = Results(Cell, options.results)
     if options.page:
-        options.page.write_text(page(results), encoding="utf-8")
+        for path, text in pages(results).items():
+            file = options.page.parent / path
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
     if options.readme:
         print(readme_table(results), end="")
 

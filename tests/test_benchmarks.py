@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
@@ -583,13 +584,46 @@ def test_the_summary_says_where_a_peer_is_better(tables, tables_page, tmp_path, 
     assert len(list(tables_summary.summary(results, all_lines=True))) == 5
 
 
-def test_the_page_and_the_readme_are_of_the_results(tables_page):
+def test_the_pages_and_the_readme_are_of_the_results(tables_page):
     results = tables_page.Results(tables_page.Cell, BENCHMARKS / "tables")
-    written = tables_page.page(results)
-    page = BENCHMARKS.parent / "docs" / "tables.rst"
-    assert page.read_text(encoding="utf-8") == written
+    docs = BENCHMARKS.parent / "docs"
+    paths = [docs / "tables.rst", *docs.glob("tables/*"), *docs.glob("_static/tables_*")]
+    found = {path.relative_to(docs).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    assert found == tables_page.pages(results)
     table = tables_page.readme_table(results)
     assert table in (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_has_tables_from_all_ranks(tables_page):
+    """Ranks are those of the best method that is not ours, by its error over the stack's."""
+    errors = {"a": (2.0, 1.0, 3.0), "b": (2.0, 3.0, 0.5), "c": (20.0, 9.0, 20.0)}
+    shown = {
+        task: {
+            name: tables_page.Summary(error, 0.1, error - each[0], 0.1, 1.0, 1.0)
+            for name, error in zip(("stacking", "merf", "default"), each, strict=True)
+        }
+        for task, each in errors.items()
+    }
+    assert tables_page.by_peers(shown) == ["c", "a", "b"]
+    assert tables_page.spread(range(38)) == [0, 5, 11, 16, 21, 26, 32, 37]
+
+
+def test_the_picture_marks_what_is_beyond_its_axis(tables_page):
+    import tables_picture
+
+    rows = [("a < b", {"default": 4.0, "merf": 1.0, "CatBoost tuned": 0.5})]
+    drawn = list(ElementTree.fromstring(tables_picture.picture(rows)))
+    assert "a < b" in [each.text for each in drawn]
+    line = next(each for each in drawn if each.get("d", "").startswith("M180.0 "))
+    *marks, right, left = drawn[-5:]  # those with a colour are on top
+    places = [each.get("transform").split()[0] for each in marks]
+    assert (line.get("class"), places) == (
+        "stack",
+        ["translate(180.0", "translate(346.0", "translate(14.0"],
+    )
+    assert {right.get("class"), left.get("class")} == {"far"}
+    rows[0][1].update({"default": 1.4, "CatBoost tuned": 0.7})
+    assert 'class="far"' not in tables_picture.picture(rows)
 
 
 def test_where_another_is_better_the_page_says_why(tables_page):

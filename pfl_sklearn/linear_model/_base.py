@@ -111,7 +111,6 @@ class BasePersonalizedRegression(
     """
 
     _default_component = default_prior
-    _random_keywords: ClassVar[tuple[str, ...]] = ("all",)  # of `random`, for all coefficients
     _client_attributes: ClassVar[tuple[str, ...]] = (
         "n_samples_per_client_",
         "coef_",
@@ -217,8 +216,8 @@ class BasePersonalizedRegression(
 
     def _state_of(self, X, n_features, ids, with_groups):
         """Fitted attributes that columns and ids decide."""
-        names, keywords = column_names(X), self._random_keywords
-        design = resolve_design(self.random, n_features, self.fit_intercept, names, keywords)
+        names = column_names(X)
+        design = resolve_design(self.random, n_features, self.fit_intercept, names)
         # Earlier checks saw an array; the column names are those of `X`.
         columns = self._column_attributes(X)
         return {**columns, "_design": design, "_fitted_with_groups": with_groups, "clients_": ids}

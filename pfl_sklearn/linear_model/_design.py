@@ -12,6 +12,7 @@ import numpy as np
 from pfl_sklearn._columns import column_labels
 
 INTERCEPT = "intercept"
+KEYWORDS = ("all", "auto")  # of `random`, for all coefficients unless the fit decides otherwise
 _NAMELESS = (
     " X came without column names; give indices, or let the steps of a pipeline keep the names: "
     "set_output(transform='pandas')."
@@ -80,7 +81,7 @@ class Design(NamedTuple):
         return full
 
 
-def resolve_design(random, n_features, fit_intercept, feature_names=None, keywords=("all",)):
+def resolve_design(random, n_features, fit_intercept, feature_names=None, keywords=KEYWORDS):
     """Design from an estimator's parameter `random`; `keywords` of it stand for all coefficients.
 
     A keyword takes precedence over a feature of that name. Raises ValueError if `random` names no

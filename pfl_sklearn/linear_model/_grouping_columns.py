@@ -186,7 +186,7 @@ def read_groupings(split, values, priors, clients, resolve_random, keeps_rows=Fa
 def positions_of(random, design):
     """Positions (q,), in the order of the table, of the coefficients that vary by level."""
     features = list(design.names[design.fit_intercept :])
-    chosen = resolve_design(random, len(features), design.fit_intercept, features)
+    chosen = resolve_design(random, len(features), design.fit_intercept, features, ("all",))
     return np.argsort(design.order)[chosen.random]
 
 

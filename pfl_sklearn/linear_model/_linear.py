@@ -43,6 +43,7 @@ from pfl_sklearn.linear_model._private._linear_fit import (
     private_table,
     private_table_of_statistics,
 )
+from pfl_sklearn.linear_model._random_choice import choose_by_likelihood
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_unidentified
 from pfl_sklearn.linear_model._totals import RowMeans
 from pfl_sklearn.priors import GaussianPrior
@@ -205,12 +206,15 @@ class PersonalizedLinearRegression(
         """,
     )
     random: str | Sequence[str | int] = parameter(
-        default="all",
+        default="auto",
         text="""
-            "all", "intercept", the name of a feature, or a list
+            "auto", "all", "intercept", the name of a feature, or a list
                 Coefficients that vary by client; a list holds names or indices of features, and
-                "intercept". With "all" and the default prior, features that are constant within
-                every client have a common coefficient.
+                "intercept". "auto" is "intercept" if most rows are of clients with fewer rows than
+                coefficients and Akaike's criterion prefers it, and else "all"; it is also "all" in
+                a private fit, without an intercept, for a single client, and where the prior gives
+                a mean, a covariance or a shape other than "diag". With "all" and the default prior,
+                features that are constant within every client have a common coefficient.
         """,
     )
     fit_intercept: bool = FIT_INTERCEPT
@@ -386,6 +390,7 @@ class PersonalizedLinearRegression(
             table = private_table(state["_design"], features, rows, prior, self)
         else:
             table = rotated_table(state["_design"], features, rows)
+            table, state["_design"] = self._choose_random(table, state["_design"], prior)
         if priors:
             read = columns, values, priors
             state |= self._grouped_state(table_of_all, *read, state, features, rows, sample_weight)
@@ -446,6 +451,7 @@ class PersonalizedLinearRegression(
             table = private_table_of_statistics(state["_design"], statistics, prior, self)
         else:
             table = table_of_statistics(statistics, state["_design"])
+            table, state["_design"] = self._choose_random(table, state["_design"], prior)
         return self._fit_table(table, state, prior)
 
     @fit_context(prefer_skip_nested_validation=True)
@@ -488,6 +494,15 @@ class PersonalizedLinearRegression(
         features = X if features.shape[1] else None
         statistics = accumulate_statistics(self, X, checked, groups, sample_weight, features)
         return fit_accumulated(self, statistics)
+
+    def _choose_random(self, table, design, prior):
+        """Table and design with the coefficients that vary."""
+        is_auto = isinstance(self.random, str) and self.random == "auto"
+        if not is_auto or type(prior) is not GaussianPrior or self.solver == "gd":
+            return table, design
+        options = self._fit_parameters()
+        fit = LINEAR_FITS[type(prior).__name__, options.method, options.solver]
+        return choose_by_likelihood(table, design, prior, options, fit)
 
     def _fit_without_privacy(self, table, prior, state):
         options, grouped = self._fit_parameters(), state.pop("_grouped", None)

@@ -119,7 +119,6 @@ class LinkRegression(GroupedRegression):
         "_row_family",
     )
     _check_private_rows = check_link_rows
-    _random_keywords = ("all", "auto")
     _row_arguments: ClassVar[tuple[str, ...]] = ("offset",)
 
     prior: str | GaussianPrior = parameter(

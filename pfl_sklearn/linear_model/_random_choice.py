@@ -1,10 +1,12 @@
-"""Whether all coefficients vary by client or the intercept alone, by losses of held-out rows.
+"""Whether all coefficients vary by client or the intercept alone.
 
 With few rows per client, varying slopes fit noise; with many, a common slope misses differences
-between clients. Laplace's approximation cannot decide that where clients have few rows.
+between clients. For linear models the likelihood decides. Laplace's approximation cannot where
+clients have few rows, so for classes and counts losses of held-out rows do.
 """
 
 import math
+import warnings
 
 import numpy as np
 
@@ -16,6 +18,7 @@ _FOLDS = 3
 _CLIENTS = 500  # at most, so that a trial costs less than the fit: it may miss gains below 1 %
 _LOOSE_TOL = 0.1  # nats per standard error: losses are then off by much less than their own error
 _ITERATIONS = 50  # a search that takes more shows that rows say little of the slopes
+_VANISHING_SHARE = 1e-6  # of the noise: a search goes to 0 in steps
 # Share of the loss that slopes have to gain: a random intercept is simpler, and its fit more exact.
 # Without it slopes would vary in a tenth of the tables in which they do not, not in a twentieth.
 _LEAST_GAIN = 0.005
@@ -44,14 +47,50 @@ def choose_random(table, design, prior, family, options):
     return table, design, losses
 
 
+def choose_by_likelihood(table, design, prior, options, fit):
+    """RotatedTable and design with the coefficients that vary under ``random="auto"``.
+
+    That is the intercept alone if most rows are of clients with too few for all slopes, and
+    Akaike's criterion says that their variances explain less than chance would, or they explain all
+    noise. `fit` takes a table, the prior and options.
+    """
+    # A mean or a covariance is that of all coefficients; another shape is one of slopes.
+    free = prior.mean is None and prior.covariance is None and prior.covariance_type == "diag"
+    if not (free and table.random_intercept and table.n_clients > 1):
+        return table, design
+    n_varying = int(varying_columns(table, prior).sum())
+    # Elsewhere slopes without variance change little, and a second fit would take time.
+    if n_varying < 2 or not _few_rows(table.sizes, n_varying):
+        return table, design
+    options = options.replaced(
+        uncertainty="plug_in", tol=max(options.tol, _LOOSE_TOL), max_iter=_ITERATIONS
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the fit of what is chosen repeats its own
+        all_vary, intercept = (
+            fit(candidate, prior, options) for candidate in (table, table.intercept_only)
+        )
+    gain = all_vary.log_likelihood - intercept.log_likelihood
+    # Slopes that fit every row exactly leave nothing that errors could rest on.
+    fits_noise = all_vary.noise < _VANISHING_SHARE * intercept.noise
+    if gain > n_varying - 1 and not fits_noise:  # the criterion counts 1 a variance
+        return table, design
+    return table.intercept_only, design.intercept_only
+
+
+def _few_rows(sizes, n_varying):
+    """Whether most rows are of clients with no more of them than varying coefficients."""
+    return 2 * sizes[sizes > n_varying].sum() < sizes.sum()
+
+
 def _held_out_losses(table, prior, family, options):
     """Mean held-out losses under "intercept" and "all", or None if the rows cannot decide."""
-    n_varying, sizes = int(varying_columns(table, prior).sum()), table.sizes
+    n_varying = int(varying_columns(table, prior).sum())
     # A client with no more rows than coefficients could follow any of them, and Laplace's
     # approximation fails there. Predictions are for rows, so half of these have to be elsewhere.
     # Quadrature by a number of points goes with one coefficient.
-    enough = 2 * sizes[sizes > n_varying].sum() >= len(table.y)
-    if n_varying < 2 or not enough or options.quadrature not in ("auto", "laplace"):
+    by_points = options.quadrature not in ("auto", "laplace")
+    if n_varying < 2 or _few_rows(table.sizes, n_varying) or by_points:
         return None
     rng = np.random.default_rng(0)  # the same choice in every fit
     table = _sample_clients(table, rng)

@@ -1,4 +1,4 @@
-"""random="auto": held-out rows choose between a level that varies and coefficients that all do."""
+"""random="auto": rows choose between an intercept that varies and coefficients that all do."""
 
 import warnings
 
@@ -20,6 +20,7 @@ from pfl_sklearn.linear_model._mixed._predictions import averaged_log_likelihood
 from pfl_sklearn.linear_model._mixed._table import RegressionTable
 from pfl_sklearn.linear_model._random_choice import _assign_folds
 from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.statistics import ClientStatistics
 from tests.helpers import public_tasks
 from tests.helpers.exact_posterior import client_posterior, row_log_likelihood
 from tests.helpers.slow import slow
@@ -335,3 +336,69 @@ def test_the_default_is_safe_on_public_tables(name, data_home):
     assert losses["auto"] <= 1.01 * losses["intercept"]
     assert losses["auto"] <= losses["constant"]
     assert losses["auto"] <= 1.01 * losses["all"]
+
+
+# Linear models ------------------------------------------------------------------------------------
+
+
+def wide_rows(slope=0.0, m=60, n=12, d=20, seed=0):
+    """Clients with fewer rows than features, of which the first few may have slopes that differ."""
+    rng = np.random.default_rng(seed)
+    groups, X = np.repeat(np.arange(m), n), rng.normal(size=(m * n, d))
+    slopes = slope * rng.normal(size=(m, d)) * (np.arange(d) < 4)
+    y = np.sum(X * slopes[groups], axis=1) + rng.normal(size=m)[groups] + rng.normal(size=m * n)
+    return X, y, groups
+
+
+@pytest.mark.parametrize(("slope", "chosen"), [(0.0, "intercept"), (1.0, "all")])
+def test_likelihoods_choose_in_wide_tables(slope, chosen):
+    X, y, groups = wide_rows(slope)
+    model = PersonalizedLinearRegression().fit(X, y, groups=groups)
+    asked = PersonalizedLinearRegression(random=chosen).fit(X, y, groups=groups)
+    assert model.random_ == asked.random_
+    np.testing.assert_array_equal(model.coef_, asked.coef_)
+    pd.testing.assert_frame_equal(model.summary(), asked.summary())
+    assert len(model.random_) == (21 if chosen == "all" else 1)
+    of_statistics = PersonalizedLinearRegression().fit_statistics(
+        ClientStatistics.from_rows(X, y, groups=groups)
+    )
+    assert of_statistics.random_ == asked.random_
+    np.testing.assert_allclose(of_statistics.coef_, asked.coef_, atol=1e-6)
+    parts = PersonalizedLinearRegression()
+    for rows in np.array_split(np.arange(len(y)), 3):
+        parts.partial_fit(X[rows], y[rows], groups=groups[rows])
+    assert parts.random_ == asked.random_
+
+
+def test_varying_slopes_may_fit_every_row_where_they_are_noise():
+    X, y, groups = wide_rows(m=40, n=6, d=60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        every = PersonalizedLinearRegression(random="all").fit(X, y, groups=groups)
+    model = PersonalizedLinearRegression().fit(X, y, groups=groups)
+    assert every.noise_variance_ < 0.5 < model.noise_variance_
+    assert model.aic_ < every.aic_
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"prior": GaussianPrior(covariance_type="spherical")},
+        {"prior": GaussianPrior(covariance=np.eye(21), mean=np.zeros(21))},
+        {"prior": "laplace", "noise_variance": 1.0},
+        {"fit_intercept": False},
+        {
+            "epsilon": 500.0,
+            "delta": 1e-4,
+            "feature_bound": 3.0,
+            "target_bound": 3.0,
+            "noise_variance": 1.0,
+        },
+    ],
+)
+def test_nothing_is_chosen(params):
+    X, y, groups = wide_rows()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PersonalizedLinearRegression(**params).fit(X, y, groups=groups)
+    assert len(model.random_) == 20 + params.get("fit_intercept", True)

@@ -95,6 +95,11 @@ class RotatedTable(NamedTuple):
         return self.intercept is not None and self.intercept < self.n_random
 
     @property
+    def intercept_only(self):
+        """The same table with a random intercept alone, which is the first column."""
+        return self._replace(n_random=1, all_random=False)
+
+    @property
     def varies_within(self):
         """Which columns (p,) differ between rows of some client."""
         return np.any(self.lowest != self.highest, axis=0)[:-1]

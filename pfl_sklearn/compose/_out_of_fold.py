@@ -12,6 +12,7 @@ from sklearn.model_selection import GroupKFold, check_cv
 from pfl_sklearn._columns import unit_near
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._typing import Integers
+from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.compose._client_rows import TableRows, as_groups
 from pfl_sklearn.compose._inner_estimators import (
     fit_inner,
@@ -26,6 +27,11 @@ from pfl_sklearn.model_selection._split import ranks_of_times
 # One-sided significance level at which a better candidate replaces an earlier, simpler one.
 SIGNIFICANCE_LEVEL = 0.1
 EQUAL_LOSSES = 1e-9  # relative difference of mean losses that rounding errors explain
+
+# Five rows give two origins of forecasts that models are compared on. In ten samples of four tables
+# random folds then had 5 % smaller squared errors than these; with seven rows, 6 % larger ones.
+_FEWEST_TIMES = 6
+_FEWEST_ORIGINS = 3  # of a splitter, the first of which compares nothing
 
 Fold: TypeAlias = tuple[Integers, Integers]  # positions of the rows to fit and to test
 
@@ -211,16 +217,23 @@ def in_order_of_time(cv, table):
 
 
 def splitter_of(cv, table, has_classes, seed):
-    """Splitter for `cv`; a number of folds, or None for 5, means folds inside clients."""
-    if isinstance(cv, str):  # "time"
-        longest = int(np.bincount(table.clients.codes).max())
-        if longest < 5:
-            raise ValueError(f"cv='time' needs a client with 5 rows; the longest has {longest}.")
+    """Splitter for `cv`; a number of folds, or None for 5, means folds inside clients.
+
+    Also, in words, how it makes folds, if it is one of ours. Forward folds of too few origins are
+    replaced by folds inside clients, with a warning.
+    """
+    longest, inside = int(np.bincount(table.clients.codes).max()), "inside clients"
+    reason = _too_few_origins(cv, longest)
+    if reason is not None:
+        warn_caller(f"Folds inside clients replace folds forward in time: {reason}.", UserWarning)
+        cv, inside = None, f"{inside}, because {reason}"
+    if isinstance(cv, str):
         # The first fold has two rows of the longest client, as a personalized model needs.
-        return ClientTimeSeriesSplit(min(longest - 2, 5))
+        return ClientTimeSeriesSplit(min(longest - 2, 5)), "forward in time"
     if cv is None or isinstance(cv, Integral):
         # scikit-learn's KFold would hold whole clients out of a sorted table.
-        return ClientKFold(5 if cv is None else int(cv), stratify=has_classes, random_state=seed)
+        n_splits = 5 if cv is None else int(cv)
+        return ClientKFold(n_splits, stratify=has_classes, random_state=seed), inside
     if hasattr(cv, "__next__"):
         raise ValueError(
             f"cv={cv!r} is used up after one fit; expected a number of folds, a splitter or a list."
@@ -230,7 +243,16 @@ def splitter_of(cv, table, has_classes, seed):
             raise ValueError(
                 f"fold {k} of cv has {len(fold)} parts; expected the rows to fit and to test."
             )
-    return check_cv(cv)
+    return check_cv(cv), "forward in time" if isinstance(cv, ClientTimeSeriesSplit) else "given"
+
+
+def _too_few_origins(cv, longest):
+    """Why forward folds would tell models apart by luck; None if they are none, or enough."""
+    if isinstance(cv, str) and longest < _FEWEST_TIMES:
+        return f"cv='time' needs a client with {_FEWEST_TIMES} rows, and the longest has {longest}"
+    if isinstance(cv, ClientTimeSeriesSplit) and cv.n_splits < _FEWEST_ORIGINS:
+        return f"at least {_FEWEST_ORIGINS} splits are needed, and cv={cv!r} has {cv.n_splits}"
+    return None
 
 
 def folds_within(cv, table, owner):

@@ -92,8 +92,9 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         splits that test each row once; at least 3 to learn the concentration of the prior. Folds
         may also go forward in time: "time" is
         :class:`~pfl_sklearn.model_selection.ClientTimeSeriesSplit` of rows in order of time, with 5
-        splits, or fewer if no client has 7 rows. Errors for new clients come from as many folds of
-        whole clients.
+        splits, or 4 if no client has 7 rows. If no client has 6, and for splitters of fewer than
+        three splits, folds inside clients replace them, with a warning. Errors for new clients come
+        from as many folds of whole clients.
     unseen : {"warn", "population", "error"}, default="warn"
         What to do about clients that ``fit`` did not see. "warn" warns if they have at least half
         of the rows.
@@ -110,6 +111,9 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         Weights for clients that ``fit`` did not see.
     prior_ : DirichletPrior
         The given or learned prior.
+    folds_ : str
+        How folds were made for known clients: "forward in time", "inside clients" (with a reason
+        if forward folds were asked for) or "given".
     losses_ : DataFrame
         Out-of-fold losses of the candidates, squared errors or log-losses, for known clients and,
         if the mean of the prior is learned, for new ones; also that of the selector for known
@@ -224,7 +228,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             pairs = [(name, with_levels(each, levels, classes)) for name, each in pairs]
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(pairs) + 2)
         named = seeded_clones(pairs, classes, seeds[2:], table.weights is not None, private)
-        folds = self._folds(table, prior, classes, int(seeds[0]))
+        folds, made = self._folds(table, prior, classes, int(seeds[0]))
         n_phases = 2 + (prior.mean is None) + (prior.concentration is None)
         with batch_mapper(self.n_jobs) as run, phases(self, n_phases) as phase:
             place = keep_table(run, table)
@@ -263,6 +267,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             "new_weights_": new_weights,
             "prior_": DirichletPrior(mean, float(concentration)),
             "losses_": pd.DataFrame(losses),
+            "folds_": made,
             "privacy_": self._report(named, by_name, prior, errors.n_clients),
         }
         self._set_fitted(attributes)
@@ -285,14 +290,15 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
 
     def _folds(self, table, prior, classes, seed):
         """Folds inside clients: at least three if the concentration is learned."""
-        folds = folds_within(splitter_of(self.cv, table, classes is not None, seed), table, self)
+        splitter, made = splitter_of(self.cv, table, classes is not None, seed)
+        folds = folds_within(splitter, table, self)
         if prior.concentration is None and len(folds) < 3:
             raise ValueError(
                 f"cv={self.cv!r} gives {len(folds)} folds, but a concentration of the prior is "
                 "learned from at least 3 folds; take more, or give "
                 "prior=DirichletPrior(concentration=...)."
             )
-        return folds
+        return folds, made
 
     def _weights_for_new_clients(self, named, table, place, folds, seed, run):
         """Weights (K,) for new clients, and the losses of the candidates for them."""
@@ -331,7 +337,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     def _report(self, named, fitted, prior, n_clients):
         """Privacy report: no promise with a learned prior, otherwise the sum of the candidates'."""
         released = self._population_attributes
-        not_released = ("weights_", "losses_", "clients_", "n_samples_per_client_")
+        not_released = ("weights_", "losses_", "folds_", "clients_", "n_samples_per_client_")
         if not prior.is_known:
             reason = "the prior is learned from the rows of all clients without noise"
             return unprotected_selector(reason, (*released, *not_released), n_clients)

@@ -107,8 +107,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         Folds for the base estimators: their number inside clients (None: 5), or a splitter or
         splits that test each row once; at least 3 with `fallback`. Folds may also go forward in
         time: "time" is :class:`~pfl_sklearn.model_selection.ClientTimeSeriesSplit` of rows in order
-        of time, with 5 splits, or fewer if no client has 7 rows. Predictions for new clients come
-        from as many folds of whole clients.
+        of time, with 5 splits, or 4 if no client has 7 rows. If no client has 6, and for splitters
+        of fewer than three splits, folds inside clients replace them, with a warning. Predictions
+        for new clients come from as many folds of whole clients.
     passthrough : bool or transformer, default=True
         Columns that the final estimator gets with the predictions. True: all, by a
         :class:`~pfl_sklearn.compose.TableEncoder`, with a warning for columns that it leaves out
@@ -137,6 +138,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     losses_ : DataFrame
         Out-of-fold squared errors or log-losses of the parts and their mixture, for known and new
         clients; NaN where a part is not available. Empty with ``fallback=False``.
+    folds_ : str
+        How folds were made for known clients: "forward in time", "inside clients" (with a reason
+        if forward folds were asked for) or "given".
     named_estimators_ : Bunch
         Fitted base estimators that predictions need, by name.
     parts_ : dict of dict
@@ -203,7 +207,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     fallback: bool = parameter(default=True, ranges=["boolean"])
 
     _reserved_names = (STACK, INTERCEPT, RECENT, POOLED, MEAN, MIXTURE)
-    _population_attributes = ("named_estimators_", "parts_", "weights_", "losses_")
+    _population_attributes = ("named_estimators_", "parts_", "weights_", "losses_", "folds_")
     _client_attributes = ("n_samples_per_client_",)
     _state_attributes = ("classes_", "_passthrough", "_encoder")
     _kind: ClassVar[str]
@@ -273,7 +277,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         personal, named = inner[: len(personal)], inner[len(personal) :]
         columns = table._replace(X=passed_columns(passthrough, table.X))
         check_names(named, columns.X)
-        folds = self._folds(table, classes, int(seeds[0]))
+        folds, made = self._folds(table, classes, int(seeds[0]))
         chosen, losses = {}, {}
         with batch_mapper(self.n_jobs) as run, phases(self, 2 + (n_clients > 1)) as phase:
             places = _places(run, table, columns, encoder, passthrough)
@@ -302,6 +306,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             "parts_": parts,
             "weights_": weights_table(chosen),
             "losses_": pd.DataFrame(losses),
+            "folds_": made,
             "_encoder": encoder,
             "_passthrough": passthrough,
             "privacy_": unprotected_report(self, [named.estimator for named in inner], n_clients),
@@ -349,13 +354,14 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     def _folds(self, table, classes, seed):
         """Folds inside clients; a fair test of the stack needs at least three."""
-        folds = folds_within(splitter_of(self.cv, table, classes is not None, seed), table, self)
+        splitter, made = splitter_of(self.cv, table, classes is not None, seed)
+        folds = folds_within(splitter, table, self)
         if self.fallback and len(folds) < 3:
             raise ValueError(
                 f"cv={self.cv!r} gives {len(folds)} folds, but fallback=True needs at least 3; "
                 "take more folds, or fallback=False."
             )
-        return folds
+        return folds, made
 
     @property
     def known_part_(self) -> str:

@@ -133,7 +133,7 @@ def choose(stack, fallback):
     final_fits = {STACK: (final, tested_columns._replace(X=stacked_rows))}
     if not fallback:
         return Chosen({STACK: 1.0}, final_fits), {}, warned
-    alone = _parts_without_bases(stack)
+    alone = _parts_without_bases(stack, tested.go_forward)
     final_fits |= {part.name: (part, columns) for part in alone}
     in_folds = [(_without_integration(part, len(table.y)), places[1]) for part in alone]
     predicted_alone, _ = out_of_fold(in_folds, folds, run)
@@ -168,11 +168,14 @@ def choose(stack, fallback):
     return Chosen(chosen, {name: final_fits.get(name) for name in chosen}), means, warned
 
 
-def _parts_without_bases(stack):
+def _parts_without_bases(stack, go_forward):
     """Estimators on columns of `X` alone: simple ones without clients, and personalized ones."""
     columns = stack.columns.X
     plain = _plain_models(stack.classes, columns)
-    return [*plain, *(stack.personal if columns.shape[1] else ())]
+    if not columns.shape[1]:
+        return plain
+    # Series that rise pass through their mean, which may be the best forecast of one origin.
+    return [*(plain[:1] if go_forward else plain), *stack.personal]
 
 
 def _without_integration(named, n_rows):

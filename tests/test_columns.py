@@ -190,6 +190,7 @@ def test_arrays_of_numbers_have_the_words_of_scikit_learn():
         assert "column" not in said
 
 
+@pytest.mark.slow
 def test_predictions_and_later_rows_name_them_too():
     words, numbers = (pd.DataFrame({"x": X0, "shade": each}) for each in (WORDS, X0**2))
     model = PersonalizedLinearRegression()

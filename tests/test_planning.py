@@ -120,6 +120,7 @@ def test_errors_are_those_of_fits(name):
     assert_allclose(found, simulated(SETTINGS[name], N_TABLES), rtol=0.5)
 
 
+@pytest.mark.slow
 def test_a_table_over_epsilon():
     estimator, guess, given = guess_of(SETTINGS["means"])
     table = estimator.expected_error(
@@ -145,6 +146,7 @@ def test_other_tables_have_no_promise_to_plot():
         PrivacyAccuracyDisplay.from_expected_error(pd.DataFrame({"population": [1.0]}))
 
 
+@pytest.mark.slow
 def test_a_table_over_coefficients():
     estimator, guess, given = guess_of(SETTINGS["linear"])
     table = estimator.expected_error(*guess, **given, n_simulations=5)
@@ -226,6 +228,7 @@ def test_errors_of_parameters_are_no_sign_of_too_little_data():
             )
 
 
+@pytest.mark.slow
 def test_named_features_and_given_classes():
     frame = pd.DataFrame(ROWS, columns=["age"])
     line = PersonalizedLinearRegression(random=["intercept"], target_bound=6.0, **BOX)

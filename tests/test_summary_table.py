@@ -158,6 +158,7 @@ def test_tables_that_are_covered_say_by_what():
     assert "had a seed" in repr(seeded)
 
 
+@pytest.mark.slow
 def test_tables_of_other_fits_have_no_note():
     for model in (GaussianMean(), PersonalizedLinearRegression()):
         table = model.fit(X, Y, groups=SHOPS).coef_table()

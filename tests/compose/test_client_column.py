@@ -464,6 +464,7 @@ def test_fitted_attributes_of_the_model_are_handed_on(estimator):
         model.inertia_  # noqa: B018
 
 
+@pytest.mark.slow
 def test_intervals_take_the_ids_from_the_column():
     counts = np.random.default_rng(0).poisson(2.0, N_ROWS)
     table = FRAME.assign(years=np.linspace(0.5, 2, N_ROWS))

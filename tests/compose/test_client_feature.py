@@ -112,6 +112,7 @@ def frames(X):
         yield named, {"categorical_features": given}
 
 
+@pytest.mark.slow
 def test_categories_of_the_rows_stay_categories():
     X, y, groups = table()
     found = []

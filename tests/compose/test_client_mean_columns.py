@@ -99,6 +99,7 @@ def test_intervals_cover_the_effect_within():
     assert np.mean(hits[False]) < 0.8
 
 
+@pytest.mark.slow
 def test_in_a_search_and_with_routing():
     table, y = draw(0)
     search = GridSearchCV(

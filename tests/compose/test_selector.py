@@ -212,6 +212,7 @@ def test_losses_are_out_of_fold():
     assert model.losses_.loc["one", "new"] == pytest.approx(np.mean((y - 1) ** 2), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_new_clients_do_not_get_what_remembers_the_known_ones():
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(20), 15)
@@ -302,6 +303,7 @@ def test_row_weights_are_repetitions():
 # Inside scikit-learn's tools ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_in_searches_and_pipelines():
     X, y, groups = two_kinds(8)
     table = pd.DataFrame(X, columns=["x"]).assign(client=groups)
@@ -406,6 +408,7 @@ def test_no_warning_or_error_reveals_a_value_under_a_known_prior(value):
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+@pytest.mark.slow
 def test_promises_of_several_candidates_add_up():
     X, y, groups = two_kinds()
     first, second = (private(k, epsilon=e).fit(X, y, groups=groups) for k, e in ((0, 1), (1, 2)))
@@ -797,6 +800,7 @@ def test_one_client():
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
+@pytest.mark.slow
 def test_folds_that_lack_a_class():
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(6), 10)

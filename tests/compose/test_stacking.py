@@ -208,6 +208,7 @@ def assert_means_outside_of_two(folds, table):
     ("n_splits", "noise", "seed", "how", "n_tested"),
     [(3, 0.2, 1, "stack", 1), *slow([(3, 0.7, 1, "rough", 2), (4, 0.5, 3, "stack", 3)])],
 )
+@pytest.mark.slow
 def test_the_loss_of_the_stack_is_of_rows_that_nothing_saw(n_splits, noise, seed, how, n_tested):
     """It is tested in as many folds as it takes; a rough look may rule it out before."""
     X, y, groups = steps_and_slopes(n_rows=16)
@@ -340,6 +341,7 @@ def test_a_linear_table_falls_back_to_the_final_estimator():
     np.testing.assert_allclose(model.predict(X, groups=groups), alone.predict(X, groups=groups))
 
 
+@pytest.mark.slow
 def test_a_base_estimator_alone_has_the_error_of_its_folds():
     X, y, groups = steps_and_slopes(n_rows=60)
     y = np.where(X["a"] > 0, groups % 3, groups % 5)
@@ -495,6 +497,7 @@ def labels(n_classes=2, **sizes):
     return X, names[np.digitize(y, [1.0] if n_classes == 2 else [-0.5, 1.5])], groups
 
 
+@pytest.mark.slow
 def test_a_classifier_stacks_log_odds():
     X, y, groups = labels()
     folds = folds_of(len(y))
@@ -530,6 +533,7 @@ def test_several_classes():
 @pytest.mark.parametrize("n_clients", [2, *slow([1, 3])])
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.UnseenClientsWarning")
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
+@pytest.mark.slow
 def test_a_few_clients_of_classes(n_clients):
     """Folds may leave one client, whose fit knows no variance between clients."""
     X, y, groups = steps_and_slopes(n_clients, 12)
@@ -563,6 +567,7 @@ def small():
     return X, y, np.array([f"s{k}" for k in groups]), model
 
 
+@pytest.mark.slow
 def test_in_tools_of_scikit_learn(small):
     X, y, groups, model = small
     table = X.assign(site=groups)
@@ -612,6 +617,7 @@ def test_standard_deviations_behind_a_routed_pipeline(small):
     assert (std > 0).all()
 
 
+@pytest.mark.slow
 def test_client_aware_estimators_get_the_clients(small):
     X, y, groups, _ = small
     bases = [
@@ -715,6 +721,7 @@ def test_what_is_handed_out_of_frozen_estimators_names_no_other_client():
     assert not any(f"patient-{k}-secret".encode() in found for k in range(6) if k != 3)
 
 
+@pytest.mark.slow
 def test_errors_of_new_clients_are_their_own():
     """One base estimator predicts for all, and knows the clients."""
     X, y, groups = steps_and_slopes()
@@ -882,6 +889,7 @@ def test_parameters_of_default_estimators_leave_them_default_ones():
         np.testing.assert_array_equal(found.predict(X, groups=ids), model.predict(X, groups=ids))
 
 
+@pytest.mark.slow
 def test_a_report_says_that_promises_inside_are_not_kept():
     X, y, groups = steps_and_slopes(n_clients=4, n_rows=20)
     private = PPSGDRegressor(epsilon=1.0, delta=1e-5, n_rounds=2, random_state=0)
@@ -1109,6 +1117,7 @@ def test_warnings_of_base_estimators_that_do_not_predict_are_repeated(n_jobs):
     assert len(caught) == 1
 
 
+@pytest.mark.slow
 def test_units_of_the_response_do_not_matter():
     """Squares of squares are beyond all numbers at 1e100; squares at 1e155."""
     X, y, groups = steps_and_slopes(n_rows=10)
@@ -1121,6 +1130,7 @@ def test_units_of_the_response_do_not_matter():
         model.fit(X, 1e155 * y, groups=groups)
 
 
+@pytest.mark.slow
 def test_folds_do_without_averages_over_variances(monkeypatch):
     """Which take time; what predicts in the end has them."""
     rng = np.random.default_rng(0)

@@ -308,6 +308,7 @@ def test_a_model_with_groupings_takes_passed_columns(kind):
     assert np.std(y - found) < 1.1  # the noise has 1
 
 
+@pytest.mark.slow
 def test_searches_compare_merging_and_passing():
     table, y = states()
     model = make_pipeline(TableEncoder(), PersonalizedLinearRegression(random="intercept"))

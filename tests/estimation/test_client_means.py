@@ -188,6 +188,7 @@ def test_exceedance_is_of_the_posterior(kind):
 
 
 @pytest.mark.parametrize("kind", BENCHMARKED)
+@pytest.mark.slow
 def test_exceedance_at_the_bounds_of_intervals(kind):
     """Also where errors are averaged over variances."""
     model = BENCHMARKED[kind]()

@@ -120,12 +120,14 @@ def test_estimated_priors_come_close_to_known_ones(spread):
     np.testing.assert_allclose(found.responsibilities_.sum(axis=1), 1)
 
 
+@pytest.mark.slow
 def test_intervals_cover():
     y, groups, theta, _ = make_groups(1500, spread=0.2)
     lower, upper = fit(y, groups, GaussianMixturePrior(3)).credible_interval(0.9)
     assert ((lower <= theta) & (theta <= upper)).mean() == pytest.approx(0.9, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_fitted_prior_is_known():
     y, groups, _, _ = make_groups(200)
     first = fit(y, groups, GaussianMixturePrior(3))

@@ -173,6 +173,7 @@ def test_errors_of_the_means_are_those_over_many_reports():
     np.testing.assert_allclose(np.mean(stated, 0), np.var(found, axis=0).mean(axis=1), rtol=0.35)
 
 
+@pytest.mark.slow
 def test_the_centre_moves_with_the_data():
     y, groups, _, noise = make_groups(1000, 2)
     for trust in ("central", "local"):

@@ -247,6 +247,7 @@ def test_one_client_has_the_posterior_of_jeffreys():
     st.integers(-50, 50),
     st.sampled_from(["gamma", "grid", GammaPrior(1.5, 1.0)]),
 )
+@pytest.mark.slow
 def test_the_unit_of_exposure_changes_the_unit_of_rates_alone(rows, digits, prior):
     counts, exposure = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
     unit = 2.0 ** (3 * digits)
@@ -268,6 +269,7 @@ def test_the_unit_of_exposure_changes_the_unit_of_rates_alone(rows, digits, prio
     st.lists(st.tuples(st.integers(0, 30), st.floats(0.01, 50.0)), min_size=2, max_size=8),
     st.sampled_from(["gamma", "grid"]),
 )
+@pytest.mark.slow
 def test_estimates_lie_between_the_own_rate_and_the_others(rows, prior):
     counts, exposure = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
     model = PoissonMean(prior).fit_counts(counts, exposure)

@@ -193,6 +193,7 @@ def test_local_models_are_matched_by_client():
     np.testing.assert_array_equal(lines_of(ax)["local"][:, 0], local.coef_[1:, 0][order])
 
 
+@pytest.mark.slow
 def test_long_whiskers_do_not_stretch_the_axes():
     model, _ = fitted()
     local = Fitted()

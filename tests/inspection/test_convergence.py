@@ -94,6 +94,7 @@ def test_running_mean_of_rounds_without_a_loss():
     np.testing.assert_array_equal(running_mean(values[3:5], weights[3:5], 1), [4, 6])
 
 
+@pytest.mark.slow
 def test_clipping_where_there_was_any(private):
     display = draw(private)
     assert names_of(display) == ["loss", "clipped", "clip_norm", "epsilon"]
@@ -121,6 +122,7 @@ def test_epsilon_is_that_of_the_first_rounds(private):
         assert part in said
 
 
+@pytest.mark.slow
 def test_epsilon_of_fixed_samples_is_against_clients():
     model = fitted(**{**PRIVATE, "n_rounds": 3}, client_fraction=0.5, sampling="fixed")
     display = draw(model, quantities=["epsilon"])

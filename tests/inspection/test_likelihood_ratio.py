@@ -201,6 +201,7 @@ def test_weights_of_a_full_covariance(r):
         assert found.tail(value) == pytest.approx(share, abs=5 * np.sqrt(share / len(squares)))
 
 
+@pytest.mark.slow
 def test_simulated_weights_are_those_of_the_closed_form():
     simulated = _semidefinite_weights(_eigenvalues(2))
     np.testing.assert_allclose(simulated, null_of_full_covariance(2).weights, atol=0.01)
@@ -211,6 +212,7 @@ def test_simulated_weights_are_those_of_the_closed_form():
 
 
 @pytest.mark.parametrize("at_zero", [False, *slow([True])])
+@pytest.mark.slow
 def test_low_rank_directions(at_zero):
     """Drawn matrices, and the closest ones of the shape by search over the ridge."""
     rng = np.random.default_rng(7)
@@ -243,6 +245,7 @@ def refuse(smaller, larger, match):
         likelihood_ratio_test(smaller, larger)
 
 
+@pytest.mark.slow
 def test_models_that_are_not_nested_are_refused():
     refuse(linear(NONE, "ab", method="ml"), linear("gaussian", "ac", method="ml"),
            r"smaller has the columns 'b', which larger lacks")  # fmt: skip

@@ -100,6 +100,7 @@ def test_errors_instead_of_scores(by_alpha):
     assert negated.ax_.get_ylabel() == "error"
 
 
+@pytest.mark.slow
 def test_best_of_the_other_parameters():
     grid = {"epsilon": [1.0, 10.0], "alpha": [0.1, 1.0], "learning_rate": [0.01, 0.1, 0.3]}
     search = searched(PPSGD, grid, refit=False)

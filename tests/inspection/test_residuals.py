@@ -251,6 +251,7 @@ def test_quantile_limits():
     np.testing.assert_array_equal(some[0], lower[[1, 5]])
 
 
+@pytest.mark.slow
 def test_limits_cover_rows_and_clients_if_the_model_holds():
     inside = {"rows": [], "clients": []}
     for seed in range(60):

@@ -188,6 +188,7 @@ def test_names_are_not_read_as_mathematics():
     assert not any(label.get_parse_math() for label in ax.get_yticklabels())
 
 
+@pytest.mark.slow
 def test_tall_figures_stay_drawable():
     model, _ = fitted(400)
     display = ShrinkageDisplay.from_estimator(model, kind="rows")

@@ -78,6 +78,7 @@ def test_information_is_the_curvature_of_the_likelihood():
     assert (upper - lower) / 2 == pytest.approx(1.645 * std, rel=0.05)
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_the_summary():
     model = correlated()
     table = model.conf_int(feature_names=["dose"])
@@ -95,6 +96,7 @@ def test_given_variances_have_no_row():
     assert set(model.conf_int().index.get_level_values("part")) == {"fixed", "within"}
 
 
+@pytest.mark.slow
 def test_draws_beside_a_known_mean_write_nothing_to_the_terminal(capfd):
     """There is no population to draw, and LAPACK complains of a system of no equations."""
     table = linear(GaussianPrior(mean=1.0), 10).conf_int()

@@ -55,6 +55,7 @@ def viewed():
     return counts()
 
 
+@pytest.mark.slow
 def test_groupings_take_part_in_a_fit(liked, viewed):
     for model in (liked, viewed):
         assert list(model.groupings_) == list(model.levels_) == ["movie"]
@@ -152,6 +153,7 @@ def test_weights_are_repeated_rows():
     assert_allclose(weighted.coef_, repeated.coef_, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_exposure_is_an_offset(viewed):
     model = PersonalizedPoissonRegression(random="intercept", unseen="population")
     model.fit(TABLE, VIEWS, groups=USERS, offset=np.log(YEARS))
@@ -217,6 +219,7 @@ def test_wide_tables_are_fitted_by_conjugate_gradients(liked, monkeypatch):
     assert_allclose(chances, liked.predict_proba(TABLE, groups=USERS), atol=0.03)
 
 
+@pytest.mark.slow
 def test_a_known_covariance_of_clients_has_no_shape_beside_larger_groupings():
     """It is the user's, at the user's zeros; only an estimated one is diagonal at the means."""
     assert classes()._centre is not None
@@ -244,6 +247,7 @@ def test_what_does_not_go_with_groupings(params, message):
         classes(**params)
 
 
+@pytest.mark.slow
 def test_levels_of_one_class_get_a_weak_prior():
     y = np.where(MOVIES % 2, "yes", "no")
     with pytest.warns(SeparationWarning, match="No level of 'movie' has rows of two classes"):

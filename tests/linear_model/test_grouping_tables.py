@@ -102,6 +102,7 @@ def test_a_row_at_the_means_where_the_slopes_are_independent(table):
     assert "n_levels" not in fit(table, None, ["age"]).summary()
 
 
+@pytest.mark.slow
 def test_names_of_the_coefficients(table, crossed):
     X, y, user = table
     assert crossed.coef_names_.tolist() == ["age"]
@@ -119,6 +120,7 @@ def test_names_of_the_coefficients(table, crossed):
         assert model.coef_names_.tolist() == model.feature_names_in_.tolist()
 
 
+@pytest.mark.slow
 def test_a_client_column_names_features_and_groupings(table, crossed):
     X, y, user = table
     parameters = {"random": "intercept", "uncertainty": "plug_in"}

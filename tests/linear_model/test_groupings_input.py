@@ -456,6 +456,7 @@ def test_an_interrupted_refit_leaves_one_fit_or_the_other(fitted):
 # Tools --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_searches_try_whole_values():
     table = TABLE.assign(user=USERS)
     values = ["movie", {"movie": GroupingPrior(covariance=1e-6)}, {"movie": SLOPES}]

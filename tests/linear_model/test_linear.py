@@ -254,6 +254,7 @@ def test_unknown_population_costs_little():
     assert known < estimated < known + 0.2 * (pooled - known)
 
 
+@pytest.mark.slow
 def test_predictions_are_as_uncertain_as_they_say():
     """Of known and new clients, with the population estimated: standardized errors are N(0, 1)."""
     errors = {"known": [], "new": []}

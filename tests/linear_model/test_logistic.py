@@ -274,6 +274,7 @@ def test_laplace_against_adaptive_quadrature(data_home, table, close):
     assert auto.log_likelihood_ > -best.fun
 
 
+@pytest.mark.slow
 def test_covariance_of_a_simulation_is_recovered():
     rng = np.random.default_rng(0)
     m, n = 800, 30
@@ -436,6 +437,7 @@ def test_predictions_agree_with_one_another(n_classes):
     assert model.score(X, names, groups=groups, sample_weight=weights) != accuracy
 
 
+@pytest.mark.slow
 def test_weights_count_rows():
     X, y, groups = make_clients(12, n_classes=3)
     weights = np.random.default_rng(0).integers(0, 4, len(y))
@@ -616,6 +618,7 @@ def test_a_population_penalty_is_that_of_scikit_learn(weighted, n_classes):
     )
 
 
+@pytest.mark.slow
 def test_a_population_penalty_is_a_limit_of_none_and_of_no_slopes():
     X, y, groups = make_clients(15)
     free, held, none = (

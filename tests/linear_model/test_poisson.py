@@ -98,6 +98,7 @@ def test_no_variance_is_the_pooled_model(random):
 
 
 @pytest.mark.parametrize("family", [NB, *slow(["poisson"])])
+@pytest.mark.slow
 def test_the_maximum_by_brute_force(family):
     dispersion = 0.6 if family == NB else 0.0
     rows = draw(m=25, n=10, dispersion=dispersion)
@@ -172,6 +173,7 @@ def test_clients_may_be_far_apart():
     assert every.intercept_.max() == pytest.approx(np.log(900), abs=0.1)
 
 
+@pytest.mark.slow
 def test_counts_without_extra_variance_have_no_dispersion():
     estimates = [fit(draw(seed=seed), family=NB).dispersion_ for seed in range(3)]
     assert min(estimates) == 0.0
@@ -323,6 +325,7 @@ def test_models_with_other_exposure_do_not_compare():
         likelihood_ratio_test(slope, rates)
 
 
+@pytest.mark.slow
 def test_exposure_is_routed():
     X, y, groups, years = rows = draw()
     with sklearn.config_context(enable_metadata_routing=True):

@@ -88,6 +88,7 @@ def test_losses_are_those_of_averaged_probabilities(kind):
 # A level alone is no model of these slopes.
 @pytest.mark.filterwarnings("ignore:The counts are overdispersed")
 @pytest.mark.parametrize(("m", "level"), [(16, 0.0), *slow([(30, 9.0)])])
+@pytest.mark.slow
 def test_losses_of_counts_have_weights_and_offsets(m, level):
     """Against integrals by exact posteriors; large counts have narrow likelihoods, far off."""
     X, _, groups = draw(m, 12, 2, 0.2, kind="counts")
@@ -251,6 +252,7 @@ def test_what_speaks_of_slopes_lets_all_vary(params):
     np.testing.assert_array_equal(model.coef_, asked.coef_)
 
 
+@pytest.mark.slow
 def test_rows_of_weight_0_are_absent_and_an_offset_explains_slopes():
     X, y, groups = draw(24, 30, 2, 0.0, kind="counts")
     offset = 0.7 * np.random.default_rng(1).normal(size=24)[groups] * X[:, 0]

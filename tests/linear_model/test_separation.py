@@ -107,6 +107,7 @@ def test_overlapping_columns_do_not_separate():
     assert find_separation(table_of(x, y), Binomial(), 0).columns == ()
 
 
+@pytest.mark.slow
 def test_one_column_of_many_is_found_and_a_combination_of_many_is_not_sought():
     x = np.random.default_rng(0).normal(size=(200, 62))
     result = find_separation(table_of(x, (x[:, 40] > 0) * 1), Binomial(), 0)

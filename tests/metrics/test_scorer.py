@@ -156,6 +156,7 @@ CONDITIONS = [
 
 
 @pytest.mark.parametrize("subset", CONDITIONS, ids=repr)
+@pytest.mark.slow
 def test_subsets_by_levels(ratings, subset):
     table, y, _, known_user, known_movie, model, columns = ratings
     rows = (known_movie if subset["movie"] == "known" else ~known_movie).copy()

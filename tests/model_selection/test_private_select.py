@@ -303,6 +303,7 @@ def test_trials_are_calibrated_to_the_total(distribution, epsilon):
     assert model.best_estimator_.epsilon == model.trial_params_["epsilon"] < epsilon
 
 
+@pytest.mark.slow
 def test_a_private_score_is_paid_for():
     public = fitted(select(holdout=(X, Y)))
     private = fitted(select(score_share=0.4))
@@ -352,6 +353,7 @@ def test_noise_multipliers_are_calibrated():
 # What the trials draw and how they are scored.
 
 
+@pytest.mark.slow
 def test_candidates_are_drawn_with_replacement():
     params = [{"clip_norm": [1.0, 2.0]}, {"clip_norm": uniform(5, 5), "noise_variance": [1.0]}]
     search = select(params=params, expected_trials=1e4, epsilon=math.inf)
@@ -545,6 +547,7 @@ def test_public_rows_are_scored_by_the_population_model():
     assert own > model.best_score_ + 0.1
 
 
+@pytest.mark.slow
 def test_the_best_trial_wins():
     """Without noise to speak of, the right shrinkage is found."""
     params = {"noise_variance": [1e-3, 1.0, 1e3]}
@@ -601,6 +604,7 @@ def test_trials_are_drawn_from_the_distribution_that_is_accounted(distribution, 
     assert asked == [(3, distribution)]
 
 
+@pytest.mark.slow
 def test_nothing_of_the_other_trials_is_kept():
     model = seeded(select(expected_trials=8, distribution="poisson"))
     assert len(model.trial_params_) > 1
@@ -609,6 +613,7 @@ def test_nothing_of_the_other_trials_is_kept():
     assert kept == {*best, "trial_params_", "privacy_", "_last_fit"}  # the last: their names
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_and_is_warned_of():
     search = select(random_state=3)
     with pytest.warns(PrivacyWarning, match="random_state") as found:
@@ -649,6 +654,7 @@ def test_every_trial_has_noise_of_its_own(seed):
     assert model.best_estimator_.population_mean_ in Recorded.seen
 
 
+@pytest.mark.slow
 def test_fit_runs_as_many_trials_as_are_drawn():
     """Poisson numbers, which the test of numbers of trials holds to their distribution."""
     counts = []
@@ -905,6 +911,7 @@ def test_warnings_are_those_of_the_best_trial():
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_no_trial_at_all():
     search = select(expected_trials=1, distribution="poisson", random_state=0)
     with warnings.catch_warnings():

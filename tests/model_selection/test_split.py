@@ -204,6 +204,7 @@ def test_splits_without_new_levels_keep_their_rows():
     st.booleans(),
     seeds,
 )
+@pytest.mark.slow
 def test_new_levels_are_held_out_whole(n_levels, share, new_clients, stratify, seed):
     rng = np.random.default_rng(seed)
     movie = np.r_[np.arange(n_levels), rng.integers(0, n_levels, 200)].astype(float)

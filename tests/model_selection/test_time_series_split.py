@@ -29,6 +29,7 @@ def one_client(times, **params):
 
 @settings(max_examples=150, deadline=None)
 @given(tables, st.integers(1, 5), st.integers(0, 3), st.booleans(), st.data())
+@pytest.mark.slow
 def test_no_training_row_is_later_than_a_tested_one(rows, n_splits, gap, by_column, data):
     groups, times = np.array(rows).T
     if not by_column:  # each row is a step, in order of the table

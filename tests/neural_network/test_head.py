@@ -237,6 +237,7 @@ def test_clients_without_rows_keep_how_they_deviate():
     assert model.parameters_.shape[0] == len(SIZES) + 1
 
 
+@pytest.mark.slow
 def test_another_fit_forgets_what_clients_had():
     plain = fitted(None)
     for given in ({"head": 2.0}, {"fine_tune_steps": 2}, {"label_prior": "client"}):

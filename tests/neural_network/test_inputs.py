@@ -116,6 +116,7 @@ def test_labels_that_are_strings():
     np.testing.assert_array_equal(objects.predict_proba(X, groups=groups), proba)
 
 
+@pytest.mark.slow
 def test_two_classes_by_one_logit():
     X, y, groups = table()
     y = np.array(["no", "yes"])[(y == 0).astype(int)]
@@ -184,6 +185,7 @@ def test_criteria(module, criterion, options):
 @pytest.mark.parametrize(
     ("cls", "n_outputs"), [(FedAvgRegressor, 2), *slow([(LocalNetRegressor, 1)])]
 )
+@pytest.mark.slow
 def test_nets_of_regressors(cls, n_outputs):
     """In the units of the responses."""
     X, _, groups = table()

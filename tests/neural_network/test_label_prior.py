@@ -58,6 +58,7 @@ def test_the_global_net_is_read_by_bayes_rule(prior):
     assert model.score(*DATA, groups=DIGITS.groups) > plain.score(*DATA, groups=DIGITS.groups) + 0.1
 
 
+@pytest.mark.slow
 def test_an_infinite_concentration_changes_nothing():
     """Up to its rounding: every client then has the population's label frequencies."""
     even = DirichletPrior(np.full(10, 0.1), 1e15)

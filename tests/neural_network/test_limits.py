@@ -165,6 +165,7 @@ def test_an_infinite_proximal_weight_keeps_the_first_net(proximal, callbacks):
         assert_population(fitted, module)
 
 
+@pytest.mark.slow
 def test_fine_tuning_client_by_client():
     (X, y, groups), module = table(), module_of()
     net = recipe(module, optimizer__momentum=0.5)
@@ -286,6 +287,7 @@ def test_adaped_client_by_client(direction, global_loss, start_round, options):
     assert psis[-1] == pytest.approx(2.8)  # the floor
 
 
+@pytest.mark.slow
 def test_the_global_start_comes_late_by_default():
     """In the last quarter of the rounds."""
     given = {**MANY, "n_rounds": 8, "local_steps": 1}
@@ -310,6 +312,7 @@ NOISE = {"noise_multiplier": 1.0, "clip_norm": 1.0, "client_fraction": 1.0}
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 @pytest.mark.parametrize(("given", "start"), [(NOISE, "own"), *slow([({}, "global")])])
+@pytest.mark.slow
 def test_where_personal_nets_start_by_default(given, start):
     """A noisy global net is a bad start."""
     models = {

@@ -420,6 +420,7 @@ def test_several_bounds_and_none():
 
 
 @pytest.mark.parametrize("cls", [FedRepClassifier, *slow([ScaffoldClassifier, FedEMClassifier])])
+@pytest.mark.slow
 def test_stacked_nets_are_clipped_as_others_are(cls, monkeypatch):
     """Also where some layers stand still, which have no part in the norm."""
     params = {"n_rounds": 2, "net": clipped_recipe(0.2)}

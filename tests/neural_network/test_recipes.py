@@ -391,6 +391,7 @@ def test_where_adaped_starts():
 
 
 # Privacy without messages -------------------------------------------------------------------------
+@pytest.mark.slow
 def test_privacy_of_nets_that_send_nothing():
     """Its parameters change nothing but whether the fit looks at all rows together."""
     given = [

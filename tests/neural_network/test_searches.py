@@ -89,6 +89,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", ["heads", *slow(["pFedMe", "Per-FedAvg", "noise"])])
+@pytest.mark.slow
 def test_scores_are_those_of_shorter_fits(name):
     """And looks change nothing."""
     X, y, groups = table()

@@ -154,6 +154,7 @@ def test_rounds_with_all_clients_are_the_same_bits():
     np.testing.assert_array_equal(model.parameters_, plain.parameters_)
 
 
+@pytest.mark.slow
 def test_true_is_a_cap_of_its_own():
     given = {"n_rounds": 9, "local_steps": 1, "client_fraction": 0.05}
     found = [
@@ -192,6 +193,7 @@ def test_turned_on_late_it_starts_from_what_the_server_has_then():
     np.testing.assert_array_equal(model.parameters_, kept)
 
 
+@pytest.mark.slow
 def test_clients_that_come_and_go():
     """Who is new missed no round before, and knows the net that there was; who left stays."""
     X, y, groups = table()

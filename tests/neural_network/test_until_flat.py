@@ -191,6 +191,7 @@ def test_the_last_phase_takes_the_learning_rate_after_the_rounds():
 
 
 @pytest.mark.parametrize("net", [Normed, *slow([Convolutions])])
+@pytest.mark.slow
 def test_other_modules_are_judged_in_evaluation_mode(net, checks):
     shape = (1, 8, 8) if net is Convolutions else (N_INPUTS,)
     X, y, groups = table(shape)
@@ -224,6 +225,7 @@ def test_the_same_bits(name, tmp_path, monkeypatch):
     np.testing.assert_equal(parts_of(fitted(model, data)), parts_of(whole))
 
 
+@pytest.mark.slow
 def test_callbacks_warm_starts_and_partial_fits():
     X, y, groups = table()
     model = MODELS["local"]().set_params(warm_start=True, max_rounds=8)
@@ -313,6 +315,7 @@ def test_rounds_that_diverge(rate):
 @pytest.mark.parametrize(
     ("cls", "criterion"), [(FedAvgRegressor, nn.MSELoss), *slow([(LocalNetRegressor, nn.L1Loss)])]
 )
+@pytest.mark.slow
 def test_regressors(cls, criterion):
     X, _, groups = table(sizes=np.full(6, 30))
     y = 1e3 * (np.column_stack([X[:, 0], np.abs(X[:, 1])]) + 5)

@@ -152,6 +152,7 @@ PAIR = (DirichletPrior, SparseDirichletPrior)
     ("kind", "dirichlet", "sparse"),
     [("unequal", 0.093, 0.067), *slow([("equal", 0.092, 0.001), ("skewed", 0.145, 0.145)])],
 )
+@pytest.mark.slow
 def test_known_divergences_at_twenty_rows(kind, dirichlet, sparse):
     """Ten labels, of which clients have three equal ones, three unequal ones, or all."""
     found = np.mean([divergences(kind, 500, 10, 20, seed) for seed in range(3)], axis=0)

@@ -61,6 +61,7 @@ def test_without_noise_it_is_sklearns_mixture(covariance_type):
 
 
 @pytest.mark.parametrize(("covariance_type", "common"), [("diag", False), *slow([("full", True)])])
+@pytest.mark.slow
 def test_noisy_fits_are_stationary(covariance_type, common):
     """Finite differences of the marginal likelihood, computed by scipy, vanish at the fit."""
     _, x, s = noisy(80, common=common)
@@ -259,6 +260,7 @@ def test_ties_are_ordered_by_the_first_coordinate():
     np.testing.assert_array_equal(fitted.points[:, 0], [-5.0, 0.0, 5.0])
 
 
+@pytest.mark.slow
 def test_degenerate_components_stop_at_the_floor():
     """A group of equal clients next to a wide one, and a start that could fall into a point."""
     rng = np.random.default_rng(0)

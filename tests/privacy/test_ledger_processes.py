@@ -132,6 +132,7 @@ def test_four_processes_at_once(path):
     assert ledger.total() == pytest.approx(gdp_epsilon(0.2 * math.sqrt(20), DELTA))
 
 
+@pytest.mark.slow
 def test_a_budget_holds_between_threads_and_processes(path):
     """Checking and writing are one step: 10 of 32 fits that start together are allowed."""
 
@@ -156,6 +157,7 @@ def test_a_budget_holds_between_threads_and_processes(path):
 # Kills and broken lines.
 
 
+@pytest.mark.slow
 def test_killed_processes_lose_no_entry(path):
     """Every entry whose writer returned is in the file, and at most one more of each writer."""
     ledger = PrivacyLedger(path)

@@ -200,6 +200,7 @@ def test_a_client_cannot_write_the_servers_state():
         run_method(method._replace(client_update=cheat), rows, plan_of(1))
 
 
+@pytest.mark.slow
 def test_a_method_without_messages():
     """Every client by itself."""
 

@@ -96,6 +96,7 @@ def test_a_fit_of_statistics_is_that_of_the_rows_where_the_likelihood_is_flat():
 
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), n_parts=st.integers(2, 4), weighted=st.booleans())
+@pytest.mark.slow
 def test_parts_of_a_table_add_up(seed, n_parts, weighted):
     X, y, groups = table(seed, m=12)
     rng = np.random.default_rng(seed)
@@ -369,6 +370,7 @@ def assert_same_predictions(model, other, X, **params):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_partial_fits_are_those_of_all_rows():
     X, y, groups = table()
     labels, counts = (y > 3).astype(int), np.abs(np.rint(y))

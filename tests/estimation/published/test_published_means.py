@@ -389,6 +389,7 @@ def test_statistics_of_counts_that_do_not_fit():
 LIST = [*np.unique(GROUPS), "county without rows"]
 
 
+@pytest.mark.slow
 def test_with_a_list_of_clients(monkeypatch):
     model = fit(clients=LIST, epsilon=2.0, random_state=0)
     assert_array_equal(model.clients_, LIST)
@@ -421,6 +422,7 @@ def test_rows_of_other_clients_are_absent():
     assert_allclose(part.n_samples_per_client_, [3, 4, 5, 6], atol=0.01)
 
 
+@pytest.mark.slow
 def test_tables_without_rows():
     for epsilon in (1e4, 4.0):
         with pytest.warns(UserWarning, match="noised numbers of rows add up to"):
@@ -443,6 +445,7 @@ def test_a_client_that_is_much_larger_keeps_its_size():
     assert abs(np.mean(sizes) - 300) < 15  # the noise has a standard deviation of 9
 
 
+@pytest.mark.slow
 def test_a_list_in_ledgers_and_plans(tmp_path):
     ledger = PrivacyLedger(
         tmp_path / "ledger", budget=(5.0, 0.5), unit="row", relation="add_remove"

@@ -123,6 +123,7 @@ def brute_force_with_sizes(table):
 
 
 @pytest.mark.parametrize(("m", "epsilon"), [(4, 1.0), *slow([(4, 4.0), (12, 1.0)])])
+@pytest.mark.slow
 def test_a_dense_grid_of_populations_and_sizes_gives_the_same(m, epsilon):
     table = released_with_sizes(m, epsilon)
     posterior = PublishedPosterior(table, plausible_populations(table, UNKNOWN), False)

@@ -56,6 +56,7 @@ VALUES = st.one_of(
 
 @settings(deadline=None, max_examples=200)
 @given(st.data())
+@pytest.mark.slow
 def test_a_replaced_row_moves_no_more_than_the_noise_covers(data):
     codes = [*data.draw(st.lists(st.integers(0, 2), min_size=3, max_size=12)), 0, 1, 2]
     y = data.draw(st.lists(VALUES, min_size=len(codes), max_size=len(codes)))

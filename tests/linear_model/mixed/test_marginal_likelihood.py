@@ -289,6 +289,7 @@ def test_separation_is_not_divergence():
 
 
 @pytest.mark.parametrize(("seed", "pure"), [(5, 0), *slow([(3, 7)])])
+@pytest.mark.slow
 def test_a_likelihood_that_is_flat_far_away_has_no_maximum_there(seed, pure):
     """Standard deviations of 479 and 300 stood: ten times as far the search lost the population."""
     rng = np.random.default_rng(seed)

@@ -103,6 +103,7 @@ def test_predictions_are_means_over_the_exact_posterior(fitted):
     np.testing.assert_allclose(new, np.exp(base[:5] + sd**2 / 2))
 
 
+@pytest.mark.slow
 def test_intervals_cover(fitted):
     model, X, _, codes, mean = fitted
     X, codes, mean = X[::3], codes[::3], mean[::3]  # a row takes a millisecond

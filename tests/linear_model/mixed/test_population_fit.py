@@ -70,6 +70,7 @@ def test_the_held_fit_maximizes_the_criterion_with_the_stated_prior():
     assert np.argmax(values) == 1
 
 
+@pytest.mark.slow
 def test_one_client_with_two_classes_among_pure_ones():
     groups = np.repeat(np.arange(40), 8)
     y = groups % 2
@@ -165,6 +166,7 @@ def test_what_is_not_identified_has_no_standard_error(n_classes, one_client):
     )
 
 
+@pytest.mark.slow
 def test_advice_on_rounding_is_not_to_iterate(monkeypatch):
     for limit in ("_PATIENCE", "MAX_NEWTON"):  # no table is known whose modes are not found
         monkeypatch.setattr(laplace, limit, 2)
@@ -267,6 +269,7 @@ def test_the_distance_to_the_minimum_is_newtons():
 
 
 @pytest.mark.parametrize("quadrature", ["auto", *slow([5])])
+@pytest.mark.slow
 def test_divergence_is_seen_whatever_the_points(quadrature):
     """Nearly pure clients: 5 points had a variance of 775, and 15 one of 932, without a word."""
     groups = np.repeat(np.arange(63), 4)

@@ -133,6 +133,7 @@ def test_units_and_origins_do_not_matter(weighting, params):
         np.testing.assert_allclose((second - 5e4) / 100, first, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_large_noise_free_slopes_are_found():
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(10), 20)
@@ -143,6 +144,7 @@ def test_large_noise_free_slopes_are_found():
     np.testing.assert_allclose(model.coef_, coef, atol=0.01)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_too_large_is_halved(monkeypatch):
     X, y, groups = table(SIZES)
     model = PPSGDRegressor(random_state=0)

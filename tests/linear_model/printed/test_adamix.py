@@ -112,6 +112,7 @@ def test_clusters_of_point_estimates_inherit_their_errors(prior):
     assert errors[0] > 20 * errors[1]
 
 
+@pytest.mark.slow
 def test_clustering_does_not_depend_on_the_origin_of_the_target():
     shift = 1e8
     X, y, codes = table(14, groups=True)

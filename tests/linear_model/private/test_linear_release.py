@@ -77,6 +77,7 @@ def test_one_release_of_3000_rows(relation, intercept, bound):
     assert 0.8 < np.mean(np.square(scores)) < 1.2
 
 
+@pytest.mark.slow
 def test_a_tighter_feature_bound_buys_noise_without_bias():
     """Most rows outside a bound of .8 sqrt(5): scaled by their features, they still fit."""
     params = {**ROW, "feature_bound": 0.8 * math.sqrt(5), "fit_intercept": False}

@@ -390,6 +390,7 @@ def warned_of(model, *data):
     return " ".join(text for text in texts if "random_state" not in text)
 
 
+@pytest.mark.slow
 def test_variances_that_noise_hides_are_named():
     X, y, groups = draw(300, 10, 0.0)
     assert "variance between clients of intercept" in warned_of(model_of(1.0), X, y, groups)

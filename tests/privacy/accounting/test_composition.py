@@ -240,6 +240,7 @@ def renyi_epsilon(z, rate, n_rounds, delta):
     return best
 
 
+@pytest.mark.slow
 def test_renyi_bound_is_above(coarse):
     accountant = rdp_privacy_accountant.RdpAccountant()
     sampled_gaussian = dp_event.PoissonSampledDpEvent(0.1, dp_event.GaussianDpEvent(2.0))
@@ -277,6 +278,7 @@ def test_sampling_nearly_everybody_costs_what_everybody_does(coarse, kind):
         assert exact * (1 - 1e-6) <= events_epsilon([event], delta, relation) <= exact * 1.01
 
 
+@pytest.mark.slow
 def test_a_coarser_grid_never_answers_less():
     for one, count, delta in (
         (SampledRound(1.0, 0.1, "poisson", False), 500, 1e-5),
@@ -561,6 +563,7 @@ def test_a_client_that_takes_part_with_probability_delta(monkeypatch):
     assert reported <= epsilon  # kept from the calibration: no second evaluation
 
 
+@pytest.mark.slow
 def test_calibration_is_quick():
     """Few evaluations: at most 12 for the run whose seconds the documentation counts on."""
     calls, real = [], composition.composed_epsilon

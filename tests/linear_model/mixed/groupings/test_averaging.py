@@ -64,6 +64,7 @@ def dense_mixture(X, y, client, values, weights=None):
     return within + (weights[:, None] * away).T @ away
 
 
+@pytest.mark.slow
 def test_the_same_points_give_the_same_moments():
     X, y, client = crossed()
     posterior = fitted(X, y, client)._posterior
@@ -102,6 +103,7 @@ def test_predictions_count_the_averages_of_known_and_unknown_clients_and_levels(
 
 
 @pytest.mark.parametrize("scale", [0.7, *slow([0.0, 20.0, 0.005])])
+@pytest.mark.slow
 def test_the_points_stand_for_the_whole_posterior(scale):
     X, y, client = crossed(seed=1, scale=scale)
     averages = fitted(X, y, client)._posterior.averages
@@ -125,6 +127,7 @@ def test_plug_in_errors_are_shorter_and_left_as_they_are():
     assert_array_equal(conditional["sd"], plug_in.effects()["sd"])
 
 
+@pytest.mark.slow
 def test_order_of_rows_and_groupings_changes_nothing():
     rng = np.random.default_rng(3)
     X, y, client = crossed(m=8, n_items=6, seed=3)
@@ -224,6 +227,7 @@ def test_correlations_are_uniform_under_the_prior():
     assert_allclose(squares[np.tril_indices(3, -1)], 0.25, atol=0.025)
 
 
+@pytest.mark.slow
 def test_a_model_can_be_stored_and_handed_to_a_client():
     X, y, client = crossed(m=8, n_items=6, seed=7)
     model = fitted(X, y, client)

@@ -104,6 +104,7 @@ def test_errors_are_the_same_in_every_process_and_copy():
     np.testing.assert_allclose([mean, std], expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_plug_in_counts_variances_as_known():
     full, X, y, codes = fit_of_8()
     plug_in = fit_of_8("plug_in")[0]
@@ -189,6 +190,7 @@ def test_posterior_means_go_back_in_as_known():
     assert np.corrcoef(known.coef_.ravel(), model.coef_.ravel())[0, 1] > 0.98
 
 
+@pytest.mark.slow
 def test_a_given_noise_variance_needs_no_posterior_means():
     X, y, codes, _ = draw(15, 3, 4)
     model = PersonalizedLinearRegression(FULL, noise_variance=1.0).fit(X, y, groups=codes)

@@ -16,7 +16,6 @@ import pandas as pd
 from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 from sklearn.utils import check_random_state, check_scalar
-from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_tables import (
     class_quantity,
@@ -26,6 +25,7 @@ from pfl_sklearn._client_tables import (
     rank_table,
 )
 from pfl_sklearn._clients import Array, EncodedClients, format_id, match_clients
+from pfl_sklearn._columns import validate_data
 from pfl_sklearn._compat import BaseEstimator, names_class, num_samples
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, FitRows, check_level, client_values

@@ -12,6 +12,7 @@ from typing import Any
 import narwhals as nw
 import numpy as np
 import pandas as pd
+from sklearn.utils import validation
 
 from pfl_sklearn._compat import num_samples
 
@@ -26,6 +27,7 @@ _ERRORS_OF_VALUES = (
 # What they say of a data frame without columns: pandas', and scikit-learn's of a polars one.
 _ERRORS_WITHOUT_COLUMNS = ("at least one array or dtype", "(shape=(0, 0))")
 _ERROR_OF_SHAPES = "setting an array element with a sequence"  # numpy's, of rows that differ
+_ERROR_OF_ORDER = "in the same order as they were in fit"  # scikit-learn's, of names
 # What errors say that show values.
 _ERRORS_WITH_VALUES = ("could not convert", "Complex data")
 # pandas' names for Python objects that are numbers, some of which may be missing.
@@ -50,6 +52,19 @@ def check_distinct(names: Sequence[str]) -> None:
     name, count = Counter(names).most_common(1)[0] if names else ("", 0)
     if count > 1:
         raise ValueError(f"{count} columns of X are called {name!r}; rename them.")
+
+
+def validate_data(estimator: Any, X: Any, *, reset: bool, **params: Any) -> Any:
+    """scikit-learn's check of X, which also says how to bring columns into the order of fit."""
+    try:
+        return validation.validate_data(estimator, X, reset=reset, **params)
+    except ValueError as error:
+        if _ERROR_OF_ORDER not in str(error):
+            raise
+        # Only pandas has no `select`, and pyarrow takes no list of names in brackets.
+        names = "model.feature_names_in_"
+        reordered = f"X[{names}]" if hasattr(X, "iloc") else f"X.select({names})"
+        raise ValueError(f"{error}Give {reordered}, whose columns are in that order.") from None
 
 
 def suits_grouping(n_levels: int, n_rows: int, max_levels: int = MAX_LEVELS) -> bool:

@@ -11,8 +11,8 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
-from sklearn.utils.validation import validate_data
 
+from pfl_sklearn._columns import validate_data
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._unwrap import innermost_estimator, is_package_class
 

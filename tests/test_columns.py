@@ -1,18 +1,27 @@
 """Columns that are no numbers: each estimator names them and says what to do."""
 
 import datetime
+import re
 
 import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pytest
+import sklearn
+from numpy.testing import assert_array_equal
 from scipy.sparse import csr_array
 from sklearn.base import clone
+from sklearn.linear_model import LinearRegression
+from sklearn.pipeline import make_pipeline
 
 from pfl_sklearn import (
     BernoulliMean,
     ClientAsFeature,
+    ClientColumn,
+    ClientMeans,
     ClientSelector,
+    CollaborativeMean,
     GaussianMean,
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
@@ -199,6 +208,42 @@ def test_predictions_and_later_rows_name_them_too():
         fitted = clone(each).fit(numbers, Y, groups=GROUPS)
         with pytest.raises(ValueError, match="column 'shade' of X holds strings"):
             fitted.predict(words, groups=GROUPS)
+
+
+@pytest.mark.parametrize("frame", [pd.DataFrame, pl.DataFrame, pa.table])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *MODELS,
+        *(GaussianMean(), CollaborativeMean()),
+        ClientAsFeature(LinearRegression()),
+        ClientSelector([("line", LinearRegression())]),
+        PersonalizedStackingRegressor([("line", LinearRegression())], cv=2, fallback=False),
+        ClientColumn(PersonalizedLinearRegression(random="intercept"), "client"),
+        make_pipeline(TableEncoder(), PersonalizedLinearRegression(random="intercept")),
+        make_pipeline(ClientMeans(), LinearRegression()),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_columns_in_another_order(model, frame):
+    columns = {"x": X0, "client": np.arange(N) // 2 % 4, "z": X0**2}
+    X, turned = frame(columns), frame({name: columns[name] for name in ("z", "x", "client")})
+    with sklearn.config_context(enable_metadata_routing=True):
+        given = {} if isinstance(model, ClientColumn) else {"groups": GROUPS}
+        model = clone(model).fit(X, Y, **given)
+        with pytest.raises(ValueError, match="same order as they were in fit") as caught:
+            model.predict(turned, **given)
+        way_out = re.search(r"Give (X.*), whose", str(caught.value)).group(1)
+        in_order = eval(way_out, {"X": turned, "model": model})
+        assert_array_equal(model.predict(in_order, **given), model.predict(X, **given))
+
+
+def test_other_names_have_the_words_of_scikit_learn():
+    X = pd.DataFrame({"x": X0, "z": X0**2})
+    model = PersonalizedLinearRegression().fit(X, Y, groups=GROUPS)
+    with pytest.raises(ValueError, match=r"unseen at fit time:\n- new\n") as caught:
+        model.predict(X.rename(columns={"z": "new"}), groups=GROUPS)
+    assert "feature_names_in_" not in str(caught.value)
 
 
 def test_what_is_wrong_with_y_is_told_of_y():

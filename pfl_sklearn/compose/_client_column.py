@@ -10,9 +10,9 @@ from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.feature_selection import RFECV
 from sklearn.linear_model import RANSACRegressor
 from sklearn.utils import InputTags, check_array, get_tags
-from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import check_same_ids, split_client_column, split_columns
+from pfl_sklearn._columns import validate_data
 from pfl_sklearn._compat import (
     BaseEstimator,
     HasMethods,

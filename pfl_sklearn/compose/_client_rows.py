@@ -8,10 +8,10 @@ import numpy as np
 import pandas as pd
 from sklearn.base import is_classifier
 from sklearn.utils import assert_all_finite, check_array, check_consistent_length
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts
-from pfl_sklearn._columns import check_distinct, check_float_range, name_bad_columns
+from pfl_sklearn._columns import check_distinct, check_float_range, name_bad_columns, validate_data
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
 from pfl_sklearn._labels import check_labels, class_weighted
 from pfl_sklearn._typing import Floats, Integers
@@ -120,9 +120,11 @@ def _check_listed_splits(estimator, n_rows, n_given):
 def rows_to_predict(estimator, X, groups):
     """Rows as the inner estimators take them, and positions (n,) of their clients (-1: new)."""
     check_is_fitted(estimator)
-    X = as_table(X)
-    validate_data(estimator, X, reset=False, skip_check_array=True)
-    return X, estimator._encode_predict(X, groups)
+    table = as_table(X)
+    # An error is to say how to reorder the columns of the user's table.
+    given = X if nw.dependencies.is_pyarrow_table(X) else table
+    validate_data(estimator, given, reset=False, skip_check_array=True)
+    return table, estimator._encode_predict(table, groups)
 
 
 def row_ids(estimator, groups, codes):

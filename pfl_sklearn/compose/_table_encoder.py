@@ -10,9 +10,15 @@ import numpy as np
 import pandas as pd
 from sklearn.base import TransformerMixin
 from sklearn.utils import InputTags
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._columns import MAX_LEVELS, check_distinct, check_exact_levels, column_labels
+from pfl_sklearn._columns import (
+    MAX_LEVELS,
+    check_distinct,
+    check_exact_levels,
+    column_labels,
+    validate_data,
+)
 from pfl_sklearn._compat import (
     BaseEstimator,
     StrOptions,

@@ -8,11 +8,11 @@ from typing import ClassVar
 import numpy as np
 from scipy.sparse import issparse
 from sklearn.utils import check_X_y
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._client_tables import CoefTableMixin
 from pfl_sklearn._clients import check_not_column_name
-from pfl_sklearn._columns import name_bad_columns, replace_empty_frame
+from pfl_sklearn._columns import name_bad_columns, replace_empty_frame, validate_data
 from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit
 from pfl_sklearn._typing import Floats

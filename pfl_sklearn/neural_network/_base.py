@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_array
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import Array, rows_by_client
-from pfl_sklearn._columns import name_bad_columns
+from pfl_sklearn._columns import name_bad_columns, validate_data
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.out_of_core import StoredRows, shape_and_type_of, stored_rows

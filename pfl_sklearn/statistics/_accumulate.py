@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import numpy as np
 from sklearn.utils import Tags, check_consistent_length
-from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import format_id
+from pfl_sklearn._columns import validate_data
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._fitted import COLUMNS, fitted_attributes
 from pfl_sklearn._typing import TableLike

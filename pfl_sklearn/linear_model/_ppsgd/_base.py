@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_array
 from sklearn.utils import assert_all_finite, check_X_y
-from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_tables import CoefTableMixin
 from pfl_sklearn._clients import Array
-from pfl_sklearn._columns import name_bad_columns
+from pfl_sklearn._columns import name_bad_columns, validate_data
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds

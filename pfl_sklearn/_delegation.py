@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from sklearn import config_context
@@ -21,6 +21,7 @@ from pfl_sklearn._unwrap import (
     inner_has,
     model_has,
     predicting_estimator,
+    suggest_nested_names,
     takes_groups,
 )
 from pfl_sklearn.metrics._client_scores import known_clients
@@ -48,6 +49,21 @@ class DelegationMixin:
 
     estimator: Any
     _wraps: ClassVar[Wraps]
+
+    def set_params(self, **params: Any) -> Self:
+        """Set the parameters of this estimator.
+
+        Parameters
+        ----------
+        **params : dict
+            Parameters by name; those of the estimator inside as ``estimator__<parameter>``.
+
+        Returns
+        -------
+        self
+        """
+        with suggest_nested_names(self):
+            return super().set_params(**params)  # type: ignore[misc]
 
     @available_if(inner_has("predict"))
     def predict(self, X: TableLike, **params: Any) -> Any:

@@ -7,7 +7,9 @@ parameter called ``estimator`` alone means nothing: it may be a recipe that the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from sklearn import config_context
@@ -18,6 +20,8 @@ from sklearn.utils.metadata_routing import get_routing_for_object
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import BaseSearchCV
+
+_SUGGESTION = " Did you mean "
 
 
 def has_method(find: Callable[[Any], Any], method: str) -> Callable[[Any], bool]:
@@ -43,6 +47,23 @@ def model_has(method: str) -> Callable[[Any], bool]:
 def _inner_or_given(estimator: Any) -> Any:
     """The fitted estimator, or before a fit the given one."""
     return getattr(estimator, estimator._wraps.fitted, estimator.estimator)
+
+
+@contextmanager
+def suggest_nested_names(estimator: Any) -> Iterator[None]:
+    """Let scikit-learn's error of an unknown parameter name those inside that are called so."""
+    try:
+        yield
+    except ValueError as error:
+        # An estimator inside may have made suggestions, which lack its own prefix.
+        said = str(error).partition(_SUGGESTION)[0]
+        unknown = re.match(r"Invalid parameter '(\w+)'", said)
+        if unknown is None:
+            raise
+        nested = [name for name in estimator.get_params() if name.endswith(f"__{unknown[1]}")]
+        if not nested:
+            raise
+        raise ValueError(f"{said}{_SUGGESTION}{' or '.join(map(repr, nested))}?") from None
 
 
 class Wraps(NamedTuple):

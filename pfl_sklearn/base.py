@@ -23,6 +23,7 @@ from pfl_sklearn._compat import (
     num_samples,
 )
 from pfl_sklearn._fitted import COLUMNS, FittedMixin, check_report, set_copied
+from pfl_sklearn._unwrap import suggest_nested_names
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy._report import PrivacyReport
 
@@ -109,7 +110,8 @@ class ClientMixin(FittedMixin):
         values = {name: params.get(name, previous[name]) for name in nested & previous.keys()}
         components = {name: self._resolve_component(name, value) for name, value in values.items()}
         try:
-            return super().set_params(**{**params, **components})  # type: ignore[misc]
+            with suggest_nested_names(self):
+                return super().set_params(**{**params, **components})  # type: ignore[misc]
         except Exception:  # a grid with one bad value leaves the estimator as it was
             for name, value in previous.items():
                 setattr(self, name, value)

@@ -38,9 +38,12 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn import (
     BernoulliMean,
+    ClientAsFeature,
     ClientColumn,
+    ClientSelector,
     GaussianMean,
     PersonalizedLinearRegression,
+    PersonalizedStackingRegressor,
     PrivacyWarning,
 )
 from pfl_sklearn._unwrap import feature_names_of, innermost_estimator
@@ -444,3 +447,46 @@ def test_searches_of_other_models_need_no_ids():
     np.testing.assert_array_equal(
         model.predict(FRAME), first.predict(FEATURES[:, :1], groups=NAMES)
     )
+
+
+OF_PRIOR = PersonalizedLinearRegression(prior=GaussianPrior())
+SCALED = make_pipeline(StandardScaler(), OF_PRIOR)
+STEP = "personalizedlinearregression"
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "meant"),
+    [
+        (ClientColumn(OF_PRIOR, "site"), "random", "'estimator__random'"),
+        (ClientColumn(OF_PRIOR, "site"), "covariance_type", "'estimator__prior__covariance_type'"),
+        (ClientColumn(SCALED, "site"), "random", f"'estimator__{STEP}__random'"),
+        (ClientColumn(SCALED, "site"), "estimator__random", f"'estimator__{STEP}__random'"),
+        (ClientColumn(ClientAsFeature(Ridge()), 0), "estimator__alpha", "'estimator__estimator__"),
+        (ClientAsFeature(Ridge()), "alpha", "'estimator__alpha'"),
+        (ClientSelector([("a", Ridge()), ("b", OF_PRIOR)]), "alpha", "'a__alpha'"),
+        (ClientSelector([("a", Ridge()), ("b", Ridge())]), "alpha", "'a__alpha' or 'b__alpha'"),
+        (
+            PersonalizedStackingRegressor(final_estimator=OF_PRIOR),
+            "random",
+            "'final_estimator__random'",
+        ),
+        (PrivateSelectCV(GaussianMean(), {}), "clip_norm", "'estimator__clip_norm'"),
+        (OF_PRIOR, "covariance_type", "'prior__covariance_type'"),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "fit") else None,
+)
+def test_a_parameter_inside_without_its_prefix(model, name, meant):
+    with pytest.raises(ValueError, match=rf"Did you mean {meant}") as caught:
+        clone(model).set_params(**{name: 1})
+    said = str(caught.value)
+    assert said.startswith(f"Invalid parameter '{name.rpartition('__')[2]}' for estimator ")
+    assert said.count("Did you mean") == 1
+    with pytest.raises(ValueError, match=r"Valid parameters are: [^?]*$"):
+        clone(model).set_params(nowhere=1)
+
+
+def test_a_grid_without_the_prefix():
+    table = pd.DataFrame({"a": FEATURES[:, 0], "site": NAMES})
+    search = GridSearchCV(ClientColumn(GaussianMean(), "site"), {"noise_variance": [1.0]})
+    with pytest.raises(ValueError, match="Did you mean 'estimator__noise_variance'"):
+        search.fit(table, Y)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from datetime import date
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import narwhals as nw
@@ -18,6 +18,7 @@ import pandas as pd
 from scipy.sparse import csc_matrix
 
 from pfl_sklearn._columns import LARGEST_EXACT, column_labels
+from pfl_sklearn._warnings import warn_caller
 
 Array = npt.NDArray[Any]
 Codes = npt.NDArray[np.intp]
@@ -219,6 +220,28 @@ def check_not_column_name(groups: Any, name: str = "groups") -> None:
             f"{name} must hold one client id per row; got the string {groups!r}."
             f"{way_out if name == 'groups' else ''}"
         )
+
+
+def warn_of_client_ids(X: Any, groups: Any) -> None:
+    """Warn of columns of integers in a data frame that hold the client ids (n_rows,)."""
+    # A private fit must not call this.
+    ids = np.asarray(groups)
+    if ids.dtype.kind not in "iu" or not len(ids) or column_labels(X) is None:
+        return
+    frame = nw.from_native(X, eager_only=True)
+    # The first row rules most columns out.
+    names = [
+        name
+        for name, value in zip(frame.columns, frame.row(0), strict=True)
+        if isinstance(value, Real) and value == ids[0]
+    ]
+    for column in map(frame.get_column, names):
+        if column.dtype.is_integer() and np.array_equal(column.to_numpy(), ids):
+            warn_caller(
+                f"Column {column.name!r} of X holds the client ids as integers, and would be a "
+                "feature. Leave it out of X; if it is a feature, such as a year, give floats.",
+                UserWarning,
+            )
 
 
 def _checked_ids(groups: Any, n_rows: int, name: str) -> Array:

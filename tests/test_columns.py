@@ -2,6 +2,7 @@
 
 import datetime
 import re
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -30,6 +31,7 @@ from pfl_sklearn import (
     PoissonMean,
     PPSGDClassifier,
     PPSGDRegressor,
+    PrivacyWarning,
     TableEncoder,
 )
 from pfl_sklearn.inspection import ResidualsDisplay
@@ -279,3 +281,42 @@ def test_an_encoder_drops_columns_without_values(frame, gaps):
 def test_a_series_is_no_table():
     with pytest.raises(ValueError, match="2-dimensional"):
         PersonalizedLinearRegression().fit(pd.Series(np.arange(9.0)), np.arange(9.0))
+
+
+# Ids among the features ---------------------------------------------------------------------------
+
+SITES = np.tile([11, 12, 15, 19], 10)
+OF_SITES = pd.DataFrame({"x": X0, "site": SITES, "size": SITES**2})
+SCORES = np.random.default_rng(1).normal(size=N)
+IDS_FOUND = "Column 'site' of X holds the client ids as integers"
+LINES = [
+    PersonalizedLinearRegression(random="intercept"),
+    ClientSelector([("line", LinearRegression())], random_state=0),
+    ClientAsFeature(LinearRegression(), random_state=0),
+    make_pipeline(TableEncoder(), PersonalizedLinearRegression(random="intercept")),
+]
+
+
+@pytest.mark.parametrize("model", LINES, ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("frame", [pd.DataFrame, pl.DataFrame, pa.Table.from_pandas])
+def test_integers_that_are_the_ids_are_named(model, frame):
+    X = frame(OF_SITES) if frame is not pl.DataFrame else pl.from_pandas(OF_SITES)
+    with sklearn.config_context(enable_metadata_routing=True):
+        # Other numbers, such as years as floats, may describe clients.
+        for others in (OF_SITES.drop(columns="site"), OF_SITES.astype(float), OF_SITES.to_numpy()):
+            clone(model).fit(others, SCORES, groups=SITES)
+        clone(model).fit(OF_SITES, SCORES, groups=SITES[::-1])
+        clone(model).fit(OF_SITES, SCORES, groups=SITES.astype(str))
+        with pytest.warns(UserWarning, match=IDS_FOUND) as caught:
+            clone(model).fit(X, SCORES, groups=SITES)
+    assert len(caught) == 1
+
+
+def test_a_private_fit_looks_for_no_ids():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", IDS_FOUND)
+        model = PersonalizedLinearRegression(
+            random="intercept", epsilon=1e4, feature_bound=500.0, target_bound=4.0, random_state=0
+        )
+        with pytest.warns(PrivacyWarning):
+            model.fit(OF_SITES, SCORES, groups=SITES)

@@ -461,7 +461,12 @@ class ClientColumn(
 def _check_ids_are_read(estimator, column):
     """Raise ValueError unless the estimator passes client ids on to everything that needs them."""
     predicting = predicting_estimator(estimator)
-    if not any(takes_groups(inner, "fit") for inner in _nested_estimators(predicting)):
+    # A step that reads ids in fit alone, as a TableEncoder, makes no model of clients.
+    if not any(
+        takes_groups(inner, "fit")
+        and (takes_groups(inner, "predict") or takes_groups(inner, "transform"))
+        for inner in _nested_estimators(predicting)
+    ):
         raise ValueError(
             f"Nothing inside {type(estimator).__name__} reads client ids; expected a client-aware "
             "estimator, or something around one. For a model that ignores the clients, drop the "

@@ -10,7 +10,7 @@ from sklearn.base import is_classifier
 from sklearn.utils import assert_all_finite, check_array, check_consistent_length
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
-from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts
+from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts, warn_of_client_ids
 from pfl_sklearn._columns import check_distinct, check_float_range, name_bad_columns, validate_data
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
 from pfl_sklearn._labels import check_labels, class_weighted
@@ -52,6 +52,8 @@ def read_client_rows(estimator, X, y, groups, sample_weight, has_classes, privat
         check_labels(y)
         sample_weight = class_weighted(estimator, y, sample_weight)
     clients = estimator._encode_fit(groups, num_samples(X))
+    if not private:
+        warn_of_client_ids(X, groups)
     table = TableRows(X, y, clients.ids[clients.codes], None)
     if sample_weight is not None:
         weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)

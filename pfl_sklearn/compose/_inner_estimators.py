@@ -191,6 +191,7 @@ def fit_inner(named, table):
             X = _without_useless_levels(X, groupings)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Grouping column .* because it has no level")
+            warnings.filterwarnings("ignore", "Column .* holds the client ids")  # outside said so
             # Collinear columns are no mistake of the user here: encoders mark missing values of two
             # columns by the same indicator, and predictions may agree.
             warnings.simplefilter("ignore", NotEstimableWarning)

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping
 from numbers import Number
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import narwhals as nw
 import numpy as np
@@ -12,6 +12,7 @@ from sklearn.base import TransformerMixin
 from sklearn.utils import InputTags
 from sklearn.utils.validation import check_is_fitted
 
+from pfl_sklearn._clients import encode_clients, warn_of_client_ids
 from pfl_sklearn._columns import (
     MAX_LEVELS,
     check_distinct,
@@ -51,6 +52,7 @@ from pfl_sklearn.compose._table_columns import (
     read_column,
     type_name,
 )
+from pfl_sklearn.linear_model._grouping_columns import columns_of_clients
 
 _ALL_MISSING = "all its values are missing"
 
@@ -116,6 +118,9 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
       row: each column gets the level's share in ``fit``, or one over the number of given levels.
     - Columns without values or with one level are left out with a warning, and so are ids, all of
       whose levels are rare. Repeated names get an underscore.
+    - With client ids (`groups`), columns of strings or categories with one level for each client
+      are left out as well: their indicators would take the place of the clients' effects. Numbers
+      stay, because they may describe clients, as an income does; leave ids out yourself.
     - A data frame gives a frame of the same library, an array gives an array, unless ``set_output``
       says otherwise. With a column that is passed on, the array holds objects.
     - A model behind ``many_levels="pass"`` needs the columns as `groupings`, as the personalized
@@ -139,6 +144,8 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     2  60.0          0.0        0.0
     """
 
+    __metadata_request__fit: ClassVar[dict[str, bool]] = {"groups": True}
+
     min_rows: int = parameter(default=10, ranges=[AT_LEAST_ONE])
     max_levels: int = parameter(default=MAX_LEVELS, ranges=[AT_LEAST_ONE])
     many_levels: str = parameter(default="merge", ranges=[StrOptions({"merge", "pass"})])
@@ -148,7 +155,7 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     unsupported: str = parameter(default="error", ranges=[StrOptions({"error", "drop"})])
 
     @fit_context(prefer_skip_nested_validation=True)
-    def fit(self, X: TableLike, y: Any = None) -> Self:
+    def fit(self, X: TableLike, y: Any = None, *, groups: TableLike = None) -> Self:
         """Learn the levels and medians that are not given.
 
         Parameters
@@ -157,6 +164,9 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
             The table.
         y : None
             Ignored.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row, to find columns with one level for each client. Ignored if both
+            `levels` and `medians` are given.
         """
         if self._is_specified and self.unsupported == "drop":
             # Whether a column can be encoded may depend on one cell, and all rows would lose it.
@@ -174,6 +184,11 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         frame, columns = self._read_for_fit(X)
         _check_specified(self.levels, self.medians, self.dates, frame.columns)
         plans = {name: self._plan(name, frame[name]) for name in frame.columns}
+        if groups is not None and not self._is_specified:
+            clients = encode_clients(groups, len(frame)).codes
+            warn_of_client_ids(frame.to_native(), groups)
+            names = set(columns_of_clients(frame, clients)).difference(self.levels or {})
+            plans |= dict.fromkeys(names, "its levels are the clients")
         dropped = {name: reason for name, reason in plans.items() if isinstance(reason, str)}
         if dropped:
             listed = "; ".join(f"{name!r} ({reason})" for name, reason in dropped.items())

@@ -11,7 +11,7 @@ from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._client_tables import CoefTableMixin
-from pfl_sklearn._clients import check_not_column_name
+from pfl_sklearn._clients import check_not_column_name, warn_of_client_ids
 from pfl_sklearn._columns import name_bad_columns, replace_empty_frame, validate_data
 from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit
@@ -209,6 +209,8 @@ class BasePersonalizedRegression(
         Column names are those of `X`; values are those of the checked `features` and `y`.
         """
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
+        if math.isinf(self.epsilon):
+            warn_of_client_ids(X, groups)
         if len(rows.y) < len(y):  # the others have weight 0, and so are absent
             features, y = features[rows.y], y[rows.y]
         state = self._state_of(X, features.shape[1], rows.clients.ids, groups is not None)

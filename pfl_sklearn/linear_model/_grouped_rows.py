@@ -37,7 +37,8 @@ GROUPINGS = parameter(
 
             Levels are matched by value. An unknown level or a missing value has the effect 0, with
             the variance between levels. A column with one level, or whose levels are the clients,
-            is left out with a warning. Groupings need a Gaussian prior with finite variances that
+            is left out with a warning. (Integers in a data frame that hold the client ids stay
+            a feature, with a warning.) Groupings need a Gaussian prior with finite variances that
             is not of low rank; variances are then always found by average information. The
             :ref:`user guide <groupings>` has examples.
     """,

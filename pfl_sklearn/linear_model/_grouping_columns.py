@@ -214,6 +214,26 @@ def _columns_of_many_levels(X, weights):
     return [name for name in many if date_format(levels[name].to_list()) is None]
 
 
+def columns_of_clients(frame, clients):
+    """Names of the columns of strings and categories with one level for each client.
+
+    `clients` (n,) are codes; missing values count as a level.
+    """
+    if clients.max(initial=0) == 0:  # no column tells a single client apart
+        return []
+    kinds = frame.schema
+    texts = [name for name in frame.columns if _holds_text(kinds[name], frame, name)]
+    return [name for name in texts if _has_levels_of(frame.get_column(name), clients)]
+
+
+def _has_levels_of(column, clients):
+    for n_rows in (1000, len(clients)):  # the first rows rule most columns out
+        codes = pd.factorize(np.asarray(column.head(n_rows).to_list(), dtype=object))[0]
+        if not same_partition(codes, clients[:n_rows]):
+            return False
+    return True
+
+
 def _holds_text(dtype, frame, name):
     """Whether a column of a narwhals frame holds strings or categories."""
     if dtype in (nw.Object, nw.Unknown):

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pytest
+from sklearn.base import clone
 from sklearn.dummy import DummyRegressor
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.frozen import FrozenEstimator
@@ -74,6 +75,21 @@ def test_the_final_model_groups_by_the_column(missing):
     every = pd.DataFrame({"x": 0.0, "kind": "low", "item": X["item"].unique()})
     at_levels = model.predict(every, groups=np.repeat(groups[:1], len(every)))
     assert both[0] == pytest.approx(np.mean(at_levels), abs=0.01)  # an effect of 0
+
+
+@pytest.mark.parametrize("estimators", [None, [("constant", DummyRegressor())]])
+def test_the_names_of_the_clients_are_no_column(estimators):
+    X, y, groups = table()
+    named, model = X.assign(name=np.char.add("of ", groups)), stack()
+    if estimators is None:
+        few = {"hgb__max_iter": 5, "hgb_client": "drop", "hgb_residual": "drop"}
+        model = stack().set_params(estimators=None, **few)
+    plain = clone(model).fit(X, y, groups=groups)
+    with pytest.warns(UserWarning, match=r"out columns of X: 'name' \(its levels are the clients"):
+        model.fit(named, y, groups=groups)
+    np.testing.assert_array_equal(
+        model.predict(named, groups=groups), plain.predict(X, groups=groups)
+    )
 
 
 @pytest.mark.parametrize("kind", ["polars", *slow(["array", "category", "numbers"])])

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from numpy.testing import assert_allclose
 from sklearn.base import clone
+from sklearn.linear_model import Ridge
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -54,6 +55,82 @@ def people(n_rows=240, seed=0):
 @parametrize_with_checks([TableEncoder(min_rows=1, unsupported="drop", many_levels="pass")])
 def test_sklearn_checks(estimator, check):
     check(estimator)
+
+
+# Columns whose levels are the clients -----------------------------------------------------------
+
+
+def clinics():
+    """Rows of eight clinics: names, codes and numbers of them, countries, and an income of each."""
+    clinic = np.random.default_rng(0).permutation(np.repeat(np.arange(8), 30))
+    names = np.array([f"clinic {k}" for k in range(8)])
+    table = pd.DataFrame(
+        {
+            "clinic": names[clinic],
+            "code": pd.Categorical(names[::-1][clinic]),
+            "country": np.array(["uk", "fr"])[clinic % 2],
+            "number": 7 * clinic,
+            "income": np.sqrt(1.0 + clinic),
+        }
+    )
+    return table, clinic
+
+
+@pytest.mark.parametrize("many_levels", ["merge", "pass"])
+@pytest.mark.parametrize("frame", [pd.DataFrame, pl.DataFrame, pa.Table.from_pandas])
+def test_columns_whose_levels_are_the_clients(frame, many_levels):
+    table, clinic = clinics()
+    encoder = TableEncoder(many_levels=many_levels, max_levels=5)
+    with pytest.warns(UserWarning, match=r"'clinic' \(its levels are the clients\); 'code' \(its"):
+        encoder.fit(frame(table), groups=clinic)
+    assert list(encoder.dropped_) == ["clinic", "code"]
+    # Numbers with a value for each client may be predictors.
+    names = ["country_uk", "number", "income"]
+    assert list(encoder.get_feature_names_out()) == names
+    assert encoder.transform(frame(table)).shape == (240, 3)
+
+
+def test_columns_that_only_nearly_have_the_clients_as_levels():
+    table, clinic = clinics()
+    moved = table.assign(clinic=np.where(np.arange(len(table)) < 200, table["clinic"], "clinic 0"))
+    for rows in (moved, table.assign(clinic=table["clinic"].where(clinic % 2 == 0))):
+        with pytest.warns(UserWarning, match=r"columns of X: 'code' \(its levels"):
+            TableEncoder().fit(rows, groups=clinic)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encoder = TableEncoder().fit(table, groups=np.arange(len(table)) % 7)
+        assert encoder.dropped_ == {}
+        assert TableEncoder().fit(table).dropped_ == {}
+
+
+def test_given_levels_stay_whoever_the_clients_are():
+    table, clinic = clinics()
+    levels = {"clinic": [f"clinic {k}" for k in range(8)]}
+    with pytest.warns(UserWarning, match="'code'"):
+        assert list(TableEncoder(levels=levels).fit(table, groups=clinic).dropped_) == ["code"]
+    rows = table[["clinic", "income"]]
+    specified = TableEncoder(levels=levels, medians={})
+    encoded = clone(specified).fit(rows, groups=clinic).transform(rows)
+    pd.testing.assert_frame_equal(encoded, specified.fit(rows).transform(rows))
+
+
+def test_a_client_column_hands_the_ids_on():
+    table, clinic = clinics()
+    y = np.random.default_rng(1).normal(size=len(table)) + clinic
+    line = PersonalizedLinearRegression(random="intercept")
+    model = ClientColumn(make_pipeline(TableEncoder(), line), "clinic")
+    table = table.drop(columns="income")
+    with pytest.warns(UserWarning, match=r"'code' \(its levels are the clients\)"):
+        model.fit(table, y)
+    plain = ClientColumn(make_pipeline(TableEncoder(), line), "clinic")
+    plain.fit(table.drop(columns="code"), y)
+    np.testing.assert_array_equal(model.predict(table), plain.predict(table.drop(columns="code")))
+
+
+def test_an_encoder_alone_makes_no_estimator_aware_of_clients():
+    table, clinic = clinics()
+    with pytest.raises(ValueError, match="Nothing inside Pipeline reads client ids"):
+        ClientColumn(make_pipeline(TableEncoder(), Ridge()), "clinic").fit(table, clinic)
 
 
 # What columns become ------------------------------------------------------------------------------

@@ -180,7 +180,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     target means, like the client in :class:`~pfl_sklearn.compose.ClientAsFeature`; trees of
     residuals get no target means. Levels that ``fit`` did not see, and missing ones, are no errors.
     The pooled model, and a final estimator without groupings, get the 30 most frequent levels and
-    "other". Ids that are integers stay numbers; make strings of them.
+    "other". Ids that are integers stay numbers; make strings of them. The encoder leaves out
+    columns of strings or categories with one level for each client, with a warning.
 
     With k folds each base estimator is fitted 2 k to k (k + 1) times on parts of the rows (with
     ``fallback=False`` 2 k times), and once to all rows if it predicts. Callbacks
@@ -268,7 +269,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         # Of the folds inside clients, of those of whole clients, and of each estimator.
         n_seeds = 2 + len(personal) + len(bases)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=n_seeds)
-        encoder, passthrough = self._fitted_transformers(table.X, classes)
+        encoder, passthrough = self._fitted_transformers(table, classes)
         levels = many_level_columns(table.X) if encoder is None else passed_levels(encoder)
         passed = passed_levels(passthrough)
         pairs = [(name, with_levels(part, passed, classes)) for name, part in personal]
@@ -325,13 +326,13 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         check_parameters(last, f"{FINAL} is given")
         return classes
 
-    def _fitted_transformers(self, X, classes):
+    def _fitted_transformers(self, table, classes):
         """Encoder of the table for default base estimators, or None, and the passthrough."""
         with warnings.catch_warnings():
             if self.passthrough is not True:
                 # The user chose an encoding for the final estimator, and has no choice for trees.
                 warnings.filterwarnings("ignore", "TableEncoder merges")
-            encoder = fit_passthrough(True, X) if self._is_default else None
+            encoder = fit_passthrough(True, table) if self._is_default else None
         if encoder is not None and not len(encoder.get_feature_names_out()):
             if not encoder.dropped_:
                 raise ValueError("X has no columns; expected at least one feature.")
@@ -339,12 +340,12 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             raise ValueError(f"X has no column that the default estimators can use: {reasons}.")
         takes_levels = takes_groupings(self._requested_final(), classes)
         if self.passthrough is not True or encoder is None:
-            return encoder, fit_passthrough(self.passthrough, X, takes_levels)
+            return encoder, fit_passthrough(self.passthrough, table, takes_levels)
         if takes_levels or not passed_levels(encoder):
             return encoder, encoder
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "TableEncoder leaves out")  # it did before
-            return encoder, fit_passthrough(True, X, takes_levels)
+            return encoder, fit_passthrough(True, table, takes_levels)
 
     def _for_new(self, named):
         """Base estimators for new clients: of the default ones, only that without clients."""

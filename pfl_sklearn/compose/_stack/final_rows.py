@@ -8,6 +8,7 @@ from sklearn.base import clone
 from pfl_sklearn._columns import as_floats, name_bad_columns
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn.compose._client_rows import as_groups
 from pfl_sklearn.compose._inner_estimators import SMALLEST_PROBABILITY
 from pfl_sklearn.compose._table_encoder import TableEncoder
 
@@ -24,17 +25,19 @@ class NoColumns:
         return []
 
 
-def fit_passthrough(passthrough, X, takes_levels=True):
+def fit_passthrough(passthrough, table, takes_levels=True):
     """Fitted transformer for `passthrough`, a bool or a transformer.
 
     Columns of many levels are passed on if estimators behind it take them (`takes_levels`). Raises
     ValueError if the transformer needs y, because y of tested rows would leak.
     """
+    X = table.X
     if passthrough is False:
         return NoColumns()
     if passthrough is True:
         many_levels = "pass" if takes_levels else "merge"
-        return _for_frames(TableEncoder(unsupported="drop", many_levels=many_levels).fit(X))
+        encoder = TableEncoder(unsupported="drop", many_levels=many_levels)
+        return _for_frames(encoder.fit(X, groups=as_groups(table.ids)))
     transformer = clone(passthrough)
     try:
         # Once for all folds: without y, nothing about a test row's response can leak.

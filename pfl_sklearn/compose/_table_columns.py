@@ -193,6 +193,17 @@ def has_many_levels(values, max_levels):
     return suits_grouping(pd.Series(values, dtype=object).nunique(), len(values), max_levels)
 
 
+def shares_levels(values, max_levels):
+    """Whether there are many levels, and half of the rows (n,) share theirs with another row.
+
+    Levels of a row or two say little each. Yet alike rows, such as births of one mother, are the
+    best predictors of each other.
+    """
+    sizes = pd.Series(values, dtype=object).value_counts()
+    many = has_many_levels(values, max_levels)
+    return many or (len(sizes) > max_levels and 2 * sizes[sizes > 1].sum() >= len(values))
+
+
 def plan_of_levels(levels):
     """LevelPlan of given levels; any other value is encoded as an equal mixture of them."""
     shares = np.full(len(levels), 1 / len(levels))

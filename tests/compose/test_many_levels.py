@@ -26,6 +26,7 @@ from pfl_sklearn.compose._inner_estimators import InnerEstimator, SettledGroupin
 from pfl_sklearn.compose._many_levels import TreesOfLevels, with_levels
 from pfl_sklearn.compose._stack.boosting import default_estimators
 from pfl_sklearn.compose._stack.choice import _plain_models
+from pfl_sklearn.compose._stack.final_rows import passed_levels
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from tests.helpers.slow import slow
 
@@ -365,3 +366,22 @@ def test_candidates_take_levels():
     np.testing.assert_allclose(
         own.predict(rows[:1], groups=groups[:1]), model.predict(rows[:1], groups=groups[:1])
     )
+
+
+@pytest.mark.parametrize("kind", ["responses", "classes"])
+def test_trees_get_levels_of_a_row_or_two(kind):
+    rng = np.random.default_rng(0)
+    n_mothers, groups = 120, np.repeat(np.arange(10), 20)
+    mother = rng.permutation(np.repeat(np.arange(n_mothers), 2))[:200]
+    effects = 3.0 * rng.normal(size=n_mothers)
+    X = pd.DataFrame({"mother": mother.astype(str), "x": rng.normal(size=200)})
+    y = effects[mother] + 0.3 * rng.normal(size=200)
+    kinds = {"responses": PersonalizedStackingRegressor, "classes": PersonalizedStackingClassifier}
+    target = y if kind == "responses" else (y > 0).astype(int)
+    assert mother.size < 2 * len(np.unique(mother))
+    model = kinds[kind](cv=3, random_state=0).fit(X, target, groups=groups)
+    assert passed_levels(model._encoder) == ["mother"]
+    assert passed_levels(model._passthrough) == (["mother"] if kind == "responses" else [])
+    best = model.losses_["known"]
+    assert best["mixture"] < 0.8 * best["mean"]
+    assert np.isfinite(model.predict(X.assign(mother="new"), groups=groups)).all()

@@ -77,6 +77,7 @@ from pfl_sklearn.compose._stack.choice import (
 from pfl_sklearn.compose._stack.final_rows import (
     check_names,
     encode_table,
+    fit_encoder,
     fit_passthrough,
     join_predictions,
     passed_columns,
@@ -179,8 +180,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     default ones. Boosted trees of scikit-learn, LightGBM and CatBoost get them as categories or as
     target means, like the client in :class:`~pfl_sklearn.compose.ClientAsFeature`; trees of
     residuals get no target means. Levels that ``fit`` did not see, and missing ones, are no errors.
-    The pooled model, and a final estimator without groupings, get the 30 most frequent levels and
-    "other". Ids that are integers stay numbers; make strings of them. The encoder leaves out
+    The pooled model, and a final estimator without groupings, get the 30 most frequent levels
+    and "other". The default trees, and linear models with them, also get columns of more than
+    30 levels if at least half of the rows share theirs with another row, such as the mother of
+    a birth. Ids that are integers stay numbers; make strings of them. The encoder leaves out
     columns of strings or categories with one level for each client, with a warning.
 
     With k folds each base estimator is fitted 2 k to k (k + 1) times on parts of the rows (with
@@ -332,7 +335,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             if self.passthrough is not True:
                 # The user chose an encoding for the final estimator, and has no choice for trees.
                 warnings.filterwarnings("ignore", "TableEncoder merges")
-            encoder = fit_passthrough(True, table) if self._is_default else None
+            encoder = fit_encoder(table, for_trees=True) if self._is_default else None
         if encoder is not None and not len(encoder.get_feature_names_out()):
             if not encoder.dropped_:
                 raise ValueError("X has no columns; expected at least one feature.")
@@ -341,11 +344,14 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         takes_levels = takes_groupings(self._requested_final(), classes)
         if self.passthrough is not True or encoder is None:
             return encoder, fit_passthrough(self.passthrough, table, takes_levels)
-        if takes_levels or not passed_levels(encoder):
+        # Linear models shrink levels of a row or two exactly, Laplace's approximation does not.
+        if not passed_levels(encoder) or (takes_levels and classes is None):
             return encoder, encoder
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "TableEncoder leaves out")  # it did before
-            return encoder, fit_passthrough(True, table, takes_levels)
+            passthrough = fit_encoder(table, takes_levels)
+        is_same = passed_levels(passthrough) == passed_levels(encoder)
+        return encoder, encoder if is_same else passthrough
 
     def _for_new(self, named):
         """Base estimators for new clients: of the default ones, only that without clients."""

@@ -10,6 +10,7 @@ from pfl_sklearn._compat import num_samples
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.compose._client_rows import as_groups
 from pfl_sklearn.compose._inner_estimators import SMALLEST_PROBABILITY
+from pfl_sklearn.compose._table_columns import shares_levels
 from pfl_sklearn.compose._table_encoder import TableEncoder
 
 
@@ -25,6 +26,15 @@ class NoColumns:
         return []
 
 
+def fit_encoder(table, takes_levels=True, for_trees=False):
+    """Fitted encoder that passes on columns of many levels, and more of them `for_trees`."""
+    many_levels = "pass" if takes_levels else "merge"
+    encoder = TableEncoder(unsupported="drop", many_levels=many_levels)
+    if for_trees:
+        encoder._suits_passing = shares_levels
+    return _for_frames(encoder.fit(table.X, groups=as_groups(table.ids)))
+
+
 def fit_passthrough(passthrough, table, takes_levels=True):
     """Fitted transformer for `passthrough`, a bool or a transformer.
 
@@ -35,9 +45,7 @@ def fit_passthrough(passthrough, table, takes_levels=True):
     if passthrough is False:
         return NoColumns()
     if passthrough is True:
-        many_levels = "pass" if takes_levels else "merge"
-        encoder = TableEncoder(unsupported="drop", many_levels=many_levels)
-        return _for_frames(encoder.fit(X, groups=as_groups(table.ids)))
+        return fit_encoder(table, takes_levels)
     transformer = clone(passthrough)
     try:
         # Once for all folds: without y, nothing about a test row's response can leak.

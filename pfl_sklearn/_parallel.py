@@ -1,28 +1,37 @@
-"""Independent clients in parallel: chunks of batches through joblib, and progress of many fits.
+"""Independent clients in parallel: chunks of batches through joblib, and progress of long fits.
 
 A fit of many fits has a task for each of its phases, with a task for each fit in it, as
-scikit-learn's callbacks see them. Callbacks see tasks, and no rows.
+scikit-learn's callbacks see them; a search has one for each iteration. Callbacks see tasks, and no
+rows.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from contextvars import ContextVar
+from functools import cache, partial, wraps
 from threading import Lock, local
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 from joblib import effective_n_jobs, parallel_config
 from sklearn.utils.parallel import Parallel, delayed
 from threadpoolctl import OpenBLASController, ThreadpoolController
 
+from pfl_sklearn._compat import with_callbacks
 from pfl_sklearn._worker_storage import StoredValue, worker_storage
 
 _CHUNKS_PER_JOB = 4  # clients differ in cost, so workers that are done early take another chunk
 
 # From the name of a phase and a BatchMapper to a context with the mapper to use in that phase.
 Phase: TypeAlias = Callable[[str, Any], AbstractContextManager[Any]]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# Task of an iteration of the fit that runs, if callbacks watch it. Searches are deep inside fits.
+_WATCHER: ContextVar[Callable[[], AbstractContextManager[Any]] | None]
+_WATCHER = ContextVar("_WATCHER", default=None)
 
 
 def map_batches(
@@ -176,9 +185,15 @@ def phases(estimator: Any, n_phases: int) -> Iterator[Phase]:
     if not getattr(estimator, "_skl_callbacks", []):
         yield lambda name, run: nullcontext(run)
         return
-    root = estimator._init_callback_context(max_subtasks=n_phases)
+    with _fit_task(estimator, n_phases) as root:
+        yield partial(_phase, estimator, root)
+
+
+@contextmanager
+def _fit_task(estimator, max_subtasks):
+    root = estimator._init_callback_context(max_subtasks=max_subtasks)
     root.call_on_fit_task_begin(estimator=estimator)
-    yield partial(_phase, estimator, root)
+    yield root
     root.call_on_fit_task_end(estimator=estimator)
 
 
@@ -207,6 +222,34 @@ def _run_in_tasks(run, task, function, batches, costs=None):
         with task("fit"):
             results += run(function, [batch])
     return results
+
+
+def with_iterations(fit: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a fit: callbacks see each call of :func:`note_iteration` in it as a task."""
+
+    @with_callbacks
+    @wraps(fit)
+    def watched_fit(*args: P.args, **kwargs: P.kwargs) -> R:
+        estimator: Any = args[0]
+        if not getattr(estimator, "_skl_callbacks", []):
+            return fit(*args, **kwargs)
+        # How many iterations there will be is not known, and callbacks cannot end them early.
+        with _fit_task(estimator, None) as root:
+            before = _WATCHER.set(partial(_subtask, estimator, root, "iteration"))
+            try:
+                return fit(*args, **kwargs)
+            finally:
+                _WATCHER.reset(before)
+
+    return watched_fit
+
+
+def note_iteration() -> None:
+    """Tell the callbacks of the fit that runs in this thread, if any, of an iteration."""
+    watcher = _WATCHER.get()
+    if watcher is not None:
+        with watcher():
+            pass
 
 
 class _ProcessLimits:

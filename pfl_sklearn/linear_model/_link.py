@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from scipy.special import ndtri
@@ -14,6 +14,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._columns import check_one_per_row, name_bad_columns
 from pfl_sklearn._compat import Interval, StrOptions, num_samples
 from pfl_sklearn._labels import class_weighted
+from pfl_sklearn._parallel import with_iterations
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
     FIT_INTERCEPT,
@@ -44,11 +45,16 @@ from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._resolve import resolve_prior
 from pfl_sklearn.privacy._spending import gaussian_events
 
+if TYPE_CHECKING:
+    from pfl_sklearn._compat import CallbackSupportMixin
+else:
+    from sklearn.callback import CallbackSupportMixin
+
 _LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on top
 
 
 @with_parameters
-class LinkRegression(GroupedRegression):
+class LinkRegression(CallbackSupportMixin, GroupedRegression):
     """Base of the regressions with a link.
 
     A subclass names its predictors (`_scale`) and the rows that a feature may separate
@@ -99,6 +105,10 @@ class LinkRegression(GroupedRegression):
     whose covariance is then diagonal for the columns as they are. Stated errors count the noise and
     take the variances as known. Clients' own coefficients use their exact rows and are for them
     alone. See the :ref:`user guide <private_link>`, also for outcomes too rare for these errors.
+
+    *Progress.* Callbacks (``set_callbacks``) see a task "iteration" for each step of the searches,
+    those of trial fits with ``random="auto"`` included, and none in a private fit
+    (:ref:`example <progress>`).
 
     *Memory* beyond the input: two copies of `X` and ``8 k p`` bytes per client, where k is the
     smaller of p and the largest number of rows of a client; K squared times that for K > 2 classes.
@@ -262,6 +272,7 @@ class LinkRegression(GroupedRegression):
                 "Laplace's approximation; take 'auto' or 'laplace'."
             )
 
+    @with_iterations
     def _fit_link(self, X, y, groups, sample_weight, offset_of):
         """Fit; `offset_of` checks the offset of rows, (n_rows,) or None, or cuts it."""
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)

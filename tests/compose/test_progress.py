@@ -16,6 +16,7 @@ from pfl_sklearn import (
     PersonalizedStackingRegressor,
 )
 from pfl_sklearn.priors import DirichletPrior, GaussianPrior
+from tests.helpers.callbacks import Watch
 
 rng = np.random.default_rng(0)
 GROUPS, X = np.repeat(np.arange(6), 20), rng.normal(size=(120, 2))
@@ -24,29 +25,6 @@ BASES = [("line", LinearRegression()), ("ridge", Ridge())]
 FINAL = PersonalizedLinearRegression(GaussianPrior(covariance=1.0), noise_variance=1.0)
 STACK = PersonalizedStackingRegressor(BASES, FINAL, cv=3, random_state=0)
 SELECTOR = ClientSelector(BASES, cv=3, random_state=0)
-
-
-class Watch:
-    """Callback that keeps the names of tasks, and asks for an end that it does not get."""
-
-    max_propagation_depth = None
-
-    def __init__(self):
-        self.open, self.ended = [], []
-
-    def setup(self, estimator, context):
-        self.open.append("setup")
-
-    def on_fit_task_begin(self, estimator, context):
-        self.open.append(context.task_name)
-
-    def on_fit_task_end(self, estimator, context):
-        assert self.open.pop() == context.task_name
-        self.ended.append((*self.open, context.task_name)[1:])
-        return True
-
-    def teardown(self, estimator, context):
-        self.ended.append(self.open.pop())
 
 
 def fits_by_phase(watch):

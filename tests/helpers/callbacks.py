@@ -1,4 +1,4 @@
-"""Callbacks of rounds, and what they recorded."""
+"""Callbacks of fits, and what they recorded."""
 
 
 class StopAfter:
@@ -19,6 +19,29 @@ class StopAfter:
 
     def teardown(self, estimator, context):
         self.calls.append("teardown")
+
+
+class Watch:
+    """Callback that keeps the names of tasks, and asks for an end that it does not get."""
+
+    max_propagation_depth = None
+
+    def __init__(self):
+        self.open, self.ended = [], []
+
+    def setup(self, estimator, context):
+        self.open.append("setup")
+
+    def on_fit_task_begin(self, estimator, context):
+        self.open.append(context.task_name)
+
+    def on_fit_task_end(self, estimator, context):
+        assert self.open.pop() == context.task_name
+        self.ended.append((*self.open, context.task_name)[1:])
+        return True
+
+    def teardown(self, estimator, context):
+        self.ended.append(self.open.pop())
 
 
 def scores_of(monitor):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import LbfgsInvHessProduct, minimize
 
+from pfl_sklearn._parallel import note_iteration
 from pfl_sklearn.linear_model._algebra import CovarianceFactor, snap_to_zero, square_root
 
 _NOTHING = np.zeros(0, dtype=np.intp)
@@ -275,6 +276,7 @@ def _descend(objective, begin, max_iter, tol):
         np.zeros(len(start)),
         jac=True,
         method="L-BFGS-B",
+        callback=lambda point: note_iteration(),
         # The slope alone ends the search: a small gain is no sign of a maximum where it is flat.
         options={
             "maxiter": max_iter - begin.n_iter, "maxcor": 30, "ftol": 1e-16, "gtol": tol * length

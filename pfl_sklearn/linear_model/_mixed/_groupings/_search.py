@@ -5,6 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import lsq_linear
 
+from pfl_sklearn._parallel import note_iteration
+
 _DAMPING, _LEAST_DAMPING, _FAILED_DAMPING = 1e-4, 1e-8, 0.1  # shares of expected information
 _LARGEST_GROWTH = 10.0  # factor by which a variance grows in one step, at most
 _SHRINKAGE, _LEAST_ROOT = 0.9, 1e-8  # of a diagonal entry of a root in one step, and in the end
@@ -47,6 +49,7 @@ def search_ratios(equations_at, starts, shapes, turns, max_iter, tol):
     least = _ROUNDING * equations.products.n_rows
     while not done and n_iter < max_iter:
         n_iter += 1
+        note_iteration()
         moves = free_moves(roots, shapes, turns)
         slope = _slopes(equations, moves)
         average = equations.information([(move.k, move.direction) for move in moves])

@@ -82,7 +82,9 @@ def best_of_starts(X, y, codes, covariance_type, seed):
 
 def model(covariance_type):
     """The regression under test."""
-    return PersonalizedLinearRegression(GaussianPrior(covariance_type=covariance_type))
+    return PersonalizedLinearRegression(
+        GaussianPrior(covariance_type=covariance_type), random="all"
+    )
 
 
 def shortfall(seed, covariance_type):

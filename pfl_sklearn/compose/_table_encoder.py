@@ -120,7 +120,8 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
       whose levels are rare. Repeated names get an underscore.
     - With client ids (`groups`), columns of strings or categories with one level for each client
       are left out as well: their indicators would take the place of the clients' effects. Numbers
-      stay, because they may describe clients, as an income does; leave ids out yourself.
+      and dates stay, because they may describe clients, as an income does; leave ids out
+      yourself.
     - A data frame gives a frame of the same library, an array gives an array, unless ``set_output``
       says otherwise. With a column that is passed on, the array holds objects.
     - A model behind ``many_levels="pass"`` needs the columns as `groupings`, as the personalized
@@ -189,8 +190,10 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         if groups is not None and not self._is_specified:
             clients = encode_clients(groups, len(frame)).codes
             warn_of_client_ids(frame.to_native(), groups)
-            names = set(columns_of_clients(frame, clients)).difference(self.levels or {})
-            plans |= dict.fromkeys(names, "its levels are the clients")
+            for name in columns_of_clients(frame, clients):
+                # Strings that are dates become numbers, and numbers may describe clients.
+                if name not in (self.levels or {}) and not isinstance(plans[name], DatePlan):
+                    plans[name] = "its levels are the clients"
         dropped = {name: reason for name, reason in plans.items() if isinstance(reason, str)}
         if dropped:
             listed = "; ".join(f"{name!r} ({reason})" for name, reason in dropped.items())

@@ -103,6 +103,13 @@ def test_columns_that_only_nearly_have_the_clients_as_levels():
         assert TableEncoder().fit(table).dropped_ == {}
 
 
+def test_dates_of_clients_stay_as_numbers():
+    days = np.repeat([f"2024-01-{k:02d}" for k in range(1, 13)], 20)
+    for dates in (days, pd.to_datetime(days)):
+        encoder = TableEncoder().fit(pd.DataFrame({"day": dates}), groups=days)
+        assert list(encoder.get_feature_names_out()) == ["day"]
+
+
 def test_given_levels_stay_whoever_the_clients_are():
     table, clinic = clinics()
     levels = {"clinic": [f"clinic {k}" for k in range(8)]}

@@ -23,7 +23,7 @@ def date_format(values: Any) -> str | None:
     levels = pd.Series(values, dtype=object).dropna().drop_duplicates()
     if not len(levels) or not all(isinstance(level, str) for level in levels):
         return None
-    first = levels.iloc[0]
+    first = str(levels.iloc[0])  # pandas takes no string of NumPy's own
     if not _LOOKS_LIKE_A_DATE.match(first):
         return None
     with warnings.catch_warnings():

@@ -264,8 +264,8 @@ def test_words_are_no_matter_to_estimators_without_features():
 
 @every_frame
 def test_an_encoder_names_them_too(frame):
-    X = FRAMES[frame]({"x": X0, "when": DAYS})
-    with pytest.raises(ValueError, match=r"'when' of X cannot be encoded: it holds Date.*days"):
+    X = FRAMES[frame]({"x": X0, "when": [[1, 2]] * N})
+    with pytest.raises(ValueError, match="'when' of X cannot be encoded: it holds"):
         TableEncoder().fit(X)
 
 

@@ -1,6 +1,5 @@
 """Grouping columns of X: which they are, and the level of every row."""
 
-import re
 from collections.abc import Iterable, Mapping
 from itertools import combinations
 from numbers import Integral
@@ -32,10 +31,6 @@ from pfl_sklearn.priors import GroupingPrior
 _LEVEL_KINDS = {"string", "bytes", "integer", "boolean", "floating", "mixed-integer-float"}
 _LEVEL_KINDS |= {"decimal", "empty"}
 _FLOAT_KINDS = {"floating", "mixed-integer-float"}
-_MONTH, _DAY = "(0?[1-9]|1[0-2])", "(0?[1-9]|[12][0-9]|3[01])"
-_YEAR_FIRST = f"[0-9]{{4}}[-/.]{_MONTH}[-/.]{_DAY}"
-_YEAR_LAST = f"({_MONTH}[-/.]{_DAY}|{_DAY}[-/.]{_MONTH})[-/.]([0-9]{{2}}|[0-9]{{4}})"
-_DATE = re.compile(f"({_YEAR_FIRST}|{_YEAR_LAST})([T ].*)?")
 
 
 class GroupingColumns(NamedTuple):
@@ -194,7 +189,7 @@ def positions_of(random, design):
 
 
 def _columns_of_many_levels(X, weights):
-    """Names of the columns of strings and categories that have many levels, without dates."""
+    """Names of the columns of strings and categories that have many levels."""
     labels = column_labels(X)
     if labels is None:
         return []
@@ -209,9 +204,8 @@ def _columns_of_many_levels(X, weights):
     texts = [name for name in labels if _holds_text(kinds[name], frame, name)]
     if texts and weights is not None and np.shape(weights) == (len(frame),):
         frame = frame.filter((np.asarray(weights) > 0).tolist())
-    levels = {name: frame.get_column(name).drop_nulls().unique() for name in texts}
-    many = [name for name in texts if suits_grouping(len(levels[name]), len(frame))]
-    return [name for name in many if date_format(levels[name].to_list()) is None]
+    counts = {name: frame.get_column(name).drop_nulls().n_unique() for name in texts}
+    return [name for name, count in counts.items() if suits_grouping(count, len(frame))]
 
 
 def columns_of_clients(frame, clients):
@@ -337,9 +331,11 @@ def _check_no_numbers_or_dates(values, levels, name, is_named):
     # knows that these are ids; dates have an order that effects of levels would lose.
     if isinstance(values, pd.Categorical) or not len(levels) or not isinstance(levels[0], str):
         return
-    are_dates = all(_DATE.fullmatch(level) for level in levels)
+    are_dates = date_format(levels) is not None
     if are_dates or (not is_named and _read_as_numbers(levels)):
-        what, remedy = ("dates", ", such as days since a start") if are_dates else ("numbers", "")
+        what, remedy = "numbers", ""
+        if are_dates:
+            what, remedy = "dates", ", such as days since a start, as a TableEncoder does"
         raise ValueError(
             f"column {name!r} of X holds strings that read as {what}, such as "
             f"{format_id(levels[0])}; make numbers of them{remedy}, or, if they are labels, make "

@@ -27,7 +27,7 @@ def date_format(values: Any) -> str | None:
     if not _LOOKS_LIKE_A_DATE.match(first):
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pandas tells of days before months
+        warnings.simplefilter("ignore")  # pandas warns of days before months
         guesses = [guess_datetime_format(first, dayfirst=days) for days in (False, True)]
         # A table may have times of day in some rows only, which ISO dates allow.
         for guess in (ISO, *guesses, *_SHORT_YEARS):

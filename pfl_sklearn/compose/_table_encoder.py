@@ -280,7 +280,7 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
             way_out = "leave it out, or set unsupported='drop'"
         raise ValueError(
             f"column {name!r} of X cannot be encoded: {reason}; expected finite numbers, booleans, "
-            f"strings, categories or dates. Make numbers of it, make all its values strings, "
+            "strings, categories or dates. Make numbers of it, make all its values strings, "
             f"{way_out}."
         )
 

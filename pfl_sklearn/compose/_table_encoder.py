@@ -197,7 +197,7 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         dropped = {name: reason for name, reason in plans.items() if isinstance(reason, str)}
         if dropped:
             listed = "; ".join(f"{name!r} ({reason})" for name, reason in dropped.items())
-            warn_caller(f"{type(self).__name__} leaves out columns of X: {listed}.", UserWarning)
+            warn_caller(f"TableEncoder leaves out columns of X: {listed}.", UserWarning)
         self._warn_of_merged(plans)
         attributes = {
             "_plans": {name: plan for name, plan in plans.items() if name not in dropped},
@@ -265,7 +265,7 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         if self.many_levels == "pass":
             advice = "they have too many levels for their rows to be passed on; raise max_levels"
         warn_caller(
-            f"{type(self).__name__} merges levels into 'other', because columns of X have more "
+            f"TableEncoder merges levels into 'other', because columns of X have more "
             f"than max_levels={self.max_levels} levels of at least min_rows={self.min_rows} rows: "
             f"{listed}; {advice}.",
             UserWarning,
@@ -422,7 +422,7 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         probe = copy.copy(self)  # validation writes to the estimator, and a fit may still fail
         frame = probe._read_table(X, reset=True)
         if not len(frame):
-            raise ValueError(f"X has 0 rows; {type(self).__name__} requires at least one.")
+            raise ValueError("X has 0 rows; TableEncoder requires at least one.")
         return frame, column_attributes(probe)
 
     def _read_table(self, X, reset):

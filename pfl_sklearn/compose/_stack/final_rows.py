@@ -26,12 +26,17 @@ class NoColumns:
         return []
 
 
+class EncoderForTrees(TableEncoder):
+    """Encoder that passes on columns that trees take, though models with groupings don't."""
+
+    _suits_passing = staticmethod(shares_levels)
+
+
 def fit_encoder(table, takes_levels=True, for_trees=False):
     """Fitted encoder that passes on columns of many levels, and more of them `for_trees`."""
     many_levels = "pass" if takes_levels else "merge"
-    encoder = TableEncoder(unsupported="drop", many_levels=many_levels)
-    if for_trees:
-        encoder._suits_passing = shares_levels
+    kind = EncoderForTrees if for_trees else TableEncoder
+    encoder = kind(unsupported="drop", many_levels=many_levels)
     return _for_frames(encoder.fit(table.X, groups=as_groups(table.ids)))
 
 

@@ -162,7 +162,7 @@ def test_few_rows_warn_and_keep_their_noise():
     """Restricted likelihood ended at noise variances of 1e-13 to 1e-8 for 1."""
     X, y, codes, _ = draw(6, 2, 3, seed=3)
     with pytest.warns(UserWarning, match=r"'intercept', 'x0', 'x1'.*\b2 to 2 rows"):
-        model = PersonalizedLinearRegression(DIAG).fit(X, y, groups=codes)
+        model = PersonalizedLinearRegression(DIAG, random="all").fit(X, y, groups=codes)
     assert model.noise_variance_ > 1e-3
 
 

@@ -73,7 +73,12 @@ FAST_EXAMPLE = "_adaped.py"  # of the neural networks
 
 @pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items):
+    families = set()
     for item in items:
+        family = item.nodeid.partition("[")[0]
+        if family in families and item.get_closest_marker("slow_but_first"):
+            item.add_marker("slow")
+        families.add(family)
         slow = any(item.path.match(pattern) for pattern in SLOW_EXAMPLES)
         if item.path.name in SLOW_CHAPTERS or (slow and item.path.name != FAST_EXAMPLE):
             item.add_marker("slow")

@@ -212,6 +212,7 @@ def test_predictions_and_later_rows_name_them_too():
             fitted.predict(words, groups=GROUPS)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("frame", [pd.DataFrame, pl.DataFrame, pa.table])
 @pytest.mark.parametrize(
     "model",
@@ -297,6 +298,7 @@ LINES = [
 ]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("model", LINES, ids=lambda model: type(model).__name__)
 @pytest.mark.parametrize("frame", [pd.DataFrame, pl.DataFrame, pa.Table.from_pandas])
 def test_integers_that_are_the_ids_are_named(model, frame):

@@ -89,6 +89,7 @@ def test_memory_of_private_linear_models_is_as_stated(n_rows, d):
     assert 0.7 * stated * n_clients < peak < 1.1 * stated * n_clients + work_space
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("start", "train_unsampled", "n_vectors", "late"),
     [("own", False, 1, 0), ("global", True, 4, 512)],

@@ -106,6 +106,7 @@ def simulated(setting, n_fits, seed=1):
     return np.sqrt(np.mean(squares, axis=0))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",

@@ -38,6 +38,7 @@ def narrow_page():
         yield
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("model", "y"),
     [

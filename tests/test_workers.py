@@ -96,6 +96,7 @@ def assert_same(one, other):
         np.testing.assert_array_equal(getattr(other, name), values, err_msg=name)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("name", "backend"),
     [

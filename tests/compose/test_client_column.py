@@ -435,6 +435,7 @@ def test_every_method_but_other_fits_is_handed_on(name):
     assert public - {*dir(BaseEstimator)} - others <= set(dir(ClientColumn))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "estimator",
     [

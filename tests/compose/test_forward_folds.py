@@ -181,6 +181,7 @@ def test_short_series_have_fewer_splits(n_rows, n_splits):
         clone(model).set_params(fallback=True).fit(X, y, groups=groups)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("cv", "n_rows", "reason"),
     [

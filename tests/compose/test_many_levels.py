@@ -368,6 +368,7 @@ def test_candidates_take_levels():
     )
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", ["responses", "classes"])
 def test_trees_get_levels_of_a_row_or_two(kind):
     rng = np.random.default_rng(0)

@@ -585,6 +585,7 @@ def test_nothing_is_released_of_the_clients_own():
     np.testing.assert_array_equal(one.predict(X), other.predict(X))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 @pytest.mark.parametrize(
     ("candidate", "prior", "why"),

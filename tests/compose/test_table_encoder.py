@@ -378,6 +378,7 @@ def test_levels_that_have_too_few_rows_do_not_pass():
     assert encoder.fit(pd.concat([table] * 2)).get_feature_names_out().tolist() == ["w"]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", LIBRARIES)
 def test_a_model_with_groupings_takes_passed_columns(kind):
     table, y = states(kind)

@@ -200,6 +200,7 @@ SEARCHED = GridSearchCV(REGRESSION, {}, **INSIDE)
 SQUARES = PolynomialFeatures(2, include_bias=False)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("steps", "names"),
     [

@@ -222,6 +222,7 @@ def test_thresholds_that_cannot_be(kind, threshold, message):
         BENCHMARKED[kind]().exceedance(threshold)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", KNOWN)
 def test_ranks_are_of_the_posterior(kind):
     fit, tail = KNOWN[kind]

@@ -132,6 +132,7 @@ def values_of(obj):
     return found
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("trust", ["central", "local"])
 @pytest.mark.parametrize(
     ("prior", "replayed"),

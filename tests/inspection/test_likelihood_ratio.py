@@ -70,6 +70,7 @@ def logistic(prior="gaussian", columns=("a", "b", "c"), n_classes=2, **params):
     return fit_once(PersonalizedLogisticRegression(prior, **params), columns, n_classes)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("smaller", "larger", "expected"),
     [
@@ -187,6 +188,7 @@ def test_the_repr_has_few_digits():
     assert len(text) < 200
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("r", [2, 3, 4])
 def test_weights_of_a_full_covariance(r):
     """Drawn matrices, projected by clipping their eigenvalues."""

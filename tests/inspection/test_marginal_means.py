@@ -170,6 +170,7 @@ def test_private_fits_and_releases():
     pd.testing.assert_series_equal(released, found)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "model",
     [

@@ -163,6 +163,7 @@ def test_one_client():
         assert drawn[0, 0] == pytest.approx(clients.target.mean())
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("n_clients", [2, 60])
 def test_nothing_overlaps_or_is_cut_off(n_clients):
     model, truth = fitted(n_clients)
@@ -268,6 +269,7 @@ def titles(display):
     return [ax.get_title(loc="left") for ax in display.figure_.axes]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("model", "text"),
     [

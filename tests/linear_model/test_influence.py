@@ -24,6 +24,7 @@ def table(weighted=False, seed=0):
     return x, y, codes, weights
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("method", ["reml", "ml"])
 def test_estimates_are_those_of_fits_without_the_client(weighted, method):

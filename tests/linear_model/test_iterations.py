@@ -22,6 +22,7 @@ MOVIES = pd.DataFrame({"x": X[:, 0], "movie": [f"m{k}" for k in np.arange(240) %
 ITERATION = ("fit", "iteration")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("model", "rows", "y"),
     [

@@ -534,6 +534,7 @@ def test_shift_of_fixed_features(covariance_type, random, shift):
 # Extremes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("covariance_type", "covariance"),
     [

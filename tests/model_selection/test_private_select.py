@@ -257,6 +257,7 @@ def test_a_fixed_number_of_trials_is_convicted():
     assert delta_of_best("geometric", 9, 1.0, *pair) > DELTA  # a trial's epsilon is not the total
 
 
+@pytest.mark.slow_but_first
 @every_distribution
 def test_the_calibrated_noise_is_covered_and_much_less_is_not(distribution):
     """What a client can move the released mean by, in a selection by that mean itself."""
@@ -290,6 +291,7 @@ def test_logarithmic_numbers_have_the_mean_asked_for():
         assert draw_n_trials(mean, "logarithmic", np.random.default_rng(0)) >= 1
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("distribution", "epsilon"), [("geometric", 0.5), ("poisson", 8.0), ("logarithmic", 0.5)]
 )
@@ -685,6 +687,7 @@ def test_ledger_has_one_entry(tmp_path):
     assert len(ledger.entries) == 1
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("how", ["direct", "column inside", "column around", "pipeline"])
 def test_interface(how):
     pipeline, step = make_pipeline(FunctionTransformer(), MEAN), "gaussianmean__clip_norm"

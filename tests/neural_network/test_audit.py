@@ -170,6 +170,7 @@ def assert_promise(report):
 every_sum = pytest.mark.parametrize("name", SUMS)
 
 
+@pytest.mark.slow_but_first
 @every_sum
 def test_sums_keep_their_promise(name):
     assert 1.3 < lower_bound(name) <= 2.0

@@ -241,6 +241,7 @@ def test_a_learning_rate_that_is_too_large():
     refused(model, r"learning rate.*lr=1e\+04", y=table()[0][:, 0], error=DivergenceError)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("module", [MLP, Dropped])
 @every_kind
 def test_who_diverged_and_when(cls, module):

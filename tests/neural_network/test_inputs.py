@@ -218,6 +218,7 @@ def test_skorch_goes_on_with_a_net():
     assert len(model.net_.history_) == 0
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("kind", "n_rounds", "sorted_rows"),
     [

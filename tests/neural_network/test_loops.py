@@ -87,6 +87,7 @@ def loop_of_rounds(client_steps, net, X, y, groups, n_batches):
 
 
 # One by one, those whose steps are not FedAvg's.
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("name", "stacked"),
     [

@@ -88,6 +88,7 @@ SETTINGS = [
 every = pytest.mark.parametrize("params", SETTINGS, ids=repr)
 
 
+@pytest.mark.slow_but_first
 @every
 def test_a_stream_in_parts_is_the_same_stream(params):
     """Messages do not depend on how rows are split into calls, nor on a round trip by pickle."""

@@ -41,6 +41,7 @@ def log_likelihood(means, covariances, weights, x, s):
     return total
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("covariance_type", TYPES)
 def test_without_noise_it_is_sklearns_mixture(covariance_type):
     theta = noisy()[0]
@@ -93,6 +94,7 @@ def test_noisy_fits_are_stationary(covariance_type, common):
     )
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("common", [True, False])
 @pytest.mark.parametrize("covariance_type", [*TYPES, "fixed"])
 def test_every_step_raises_the_likelihood(covariance_type, common):

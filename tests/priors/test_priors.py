@@ -139,6 +139,7 @@ def test_fit_leaves_the_prior_as_it_is_and_keeps_what_is_known(prior):
         np.testing.assert_array_equal(got[name], value)
 
 
+@pytest.mark.slow_but_first
 @every_vector
 def test_rescaling(prior):
     """Priors of 8 theta (a power of two, to rounding) have 8 times the location."""

@@ -87,6 +87,7 @@ ENGINES = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("engine", ENGINES)
 def test_statistics_with_bounds(engine, tmp_path):
     """They are made of any finite values, and no other client's message changes."""

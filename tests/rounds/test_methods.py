@@ -85,6 +85,7 @@ def test_two_parts_client_by_client():
 NOISY = ClippedSum(0.3, 0.5, 0.5)
 
 
+@pytest.mark.slow_but_first
 @every_method
 def test_blocks_and_workers_change_no_bit(monkeypatch, name):
     whole = run(name, mechanism=NOISY)

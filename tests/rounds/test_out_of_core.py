@@ -53,6 +53,7 @@ def several_blocks(monkeypatch):
     monkeypatch.setattr(out_of_core, "_NUMBERS_AT_ONCE", 500)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 @pytest.mark.parametrize(
     ("model", "store", "dtype"),

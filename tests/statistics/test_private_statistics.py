@@ -100,6 +100,7 @@ RELEASED = ("population_coef_", "population_intercept_", "noise_variance_")
 OWN = ("coef_", "intercept_", "coef_std_")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("engine", "params"),
     [

@@ -255,6 +255,7 @@ def test_nothing_is_released_of_a_known_population():
     np.testing.assert_allclose(model.coef_std_, plain.coef_std_, rtol=1e-9)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("random", "sizes", "d"),
     [

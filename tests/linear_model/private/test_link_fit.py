@@ -604,6 +604,7 @@ def test_what_a_bound_that_is_off_is_warned_of(random, factor, words):
     assert text.count("would help") == 1
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", ["classes", "counts"])
 @pytest.mark.parametrize(("epsilon", "m", "noisy"), [(0.1, 60, True), (50.0, 1000, False)])
 def test_fits_that_released_mostly_noise_say_so(kind, epsilon, m, noisy):

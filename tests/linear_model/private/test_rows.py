@@ -87,6 +87,7 @@ def test_no_finite_value_refuses_a_fit_or_reaches_other_clients(kind, where, val
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @given(st.lists(finite, min_size=N, max_size=N), st.sampled_from(["auto", "all"]))
 @settings(max_examples=5, deadline=None)

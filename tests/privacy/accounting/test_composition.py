@@ -503,6 +503,7 @@ def test_calibration_inverts_accounting(epsilon, delta, rounds):
     assert events_epsilon([less], delta, relation) > epsilon
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "rounds",
     [

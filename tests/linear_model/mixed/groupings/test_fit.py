@@ -122,6 +122,7 @@ CASES = [(name, each) for k, name in enumerate(MODELS) for each in SETTINGS[k % 
 CASES += product([name for name in KNOWN if name != "mean"], FEWER)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_fit(name, settings):
     """Everything at the estimated variances, and that the likelihood is maximal there."""
@@ -271,6 +272,7 @@ def solver(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.slow_but_first
 def test_the_same_bits_for_every_run(solver):
     rows, y, client, weights = table()
     model = MODELS["crossed and nested"]
@@ -327,6 +329,7 @@ def test_clients_and_levels_change_places(method):
     assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", [*MODELS, *KNOWN])
 def test_small_groupings_are_exact_beside_large_ones(name, monkeypatch):
     """The iterative fit of groupings with up to `MOST_EXACT` effects uses no random signs."""

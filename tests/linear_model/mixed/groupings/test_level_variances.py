@@ -72,6 +72,7 @@ def dense_case(model, X, y, client, weights):
     return posterior(columns, y, weights, groupings, model.noise_variance_)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("errors", ["conditional", "total"])
 @pytest.mark.parametrize("name", CASES)
 def test_effects_equal_dense_algebra(name, errors):

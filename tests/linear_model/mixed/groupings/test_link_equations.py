@@ -123,6 +123,7 @@ def test_slopes_by_differences(case):
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow_but_first
 def test_iterative_equations_are_dense_ones(case, monkeypatch):
     _, equations = case
     monkeypatch.setattr(_products, "MOST_EXACT", 4)

@@ -80,6 +80,7 @@ def assert_is_the_mixture(model, expected, random):
     np.testing.assert_allclose(std**2, variances, atol=1e-7)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("name", "random", "weighted", "noise"),
     [

@@ -27,6 +27,7 @@ from pfl_sklearn._unwrap import (
 from pfl_sklearn.compose._client_rows import as_groups
 from pfl_sklearn.linear_model import NotEstimableWarning
 from pfl_sklearn.linear_model._grouping_columns import same_partition
+from pfl_sklearn.linear_model._mixed._groupings._variances import Roots
 from pfl_sklearn.privacy import PrivacyReport
 
 # Lower bound of probabilities in losses and log odds: a leaf of one class says 0, and a single row
@@ -41,13 +42,15 @@ class InnerEstimator(NamedTuple):
     """An estimator and its name; for a classifier, the sorted classes of all rows.
 
     Where a fit may promise privacy (`private`), predictions that overflow are clipped, and errors
-    show nothing of the rows.
+    show nothing of the rows. In folds, searches for variances may begin at `starts`, which were
+    found in another fold.
     """
 
     name: str
     estimator: Any
     classes: np.ndarray | None
     private: bool = False
+    starts: Roots | None = None
 
     @property
     def title(self) -> str:

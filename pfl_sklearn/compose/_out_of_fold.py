@@ -21,6 +21,7 @@ from pfl_sklearn.compose._inner_estimators import (
     with_message,
 )
 from pfl_sklearn.compose._stack.final_rows import passed_columns
+from pfl_sklearn.linear_model._mixed._groupings._variances import starts_from
 from pfl_sklearn.model_selection import ClientKFold, ClientTimeSeriesSplit
 from pfl_sklearn.model_selection._split import ranks_of_times
 
@@ -92,17 +93,29 @@ def out_of_fold(pairs, folds, run):
     """
     by_row = np.argsort(np.concatenate([test for _, test in folds]))
     packed = [[_packed(rows) for rows in fold] for fold in folds]
-    tasks = [(*place, *fold, named) for named, place in pairs for fold in packed]
-    results = iter(run(_predict_test_rows, tasks, np.ones(len(tasks), dtype=int)))
+    results = _predict_in_folds(pairs, packed[:1], run)
+    # Searches of mixed models with groupings, on most of the same rows, end nearby.
+    pairs = [
+        (named._replace(starts=found), place)
+        for (named, place), [(*_, found)] in zip(pairs, results, strict=True)
+    ]
     predicted, warned = [], {}
-    for named, _ in pairs:
-        parts, caught = zip(*[next(results) for _ in folds], strict=True)
+    later = _predict_in_folds(pairs, packed[1:], run)
+    for (named, _), before, after in zip(pairs, results, later, strict=True):
+        parts, caught, _ = zip(*before, *after, strict=True)
         predicted.append(np.concatenate(parts)[by_row])
         # A single fold may warn because it is small; a warning of all concerns the estimator.
         always = set.intersection(*[{category for category, _ in fold} for fold in caught])
         first = dict(reversed(caught[0]))
         warned[named.name] = [(first[category], category) for category in always]
     return predicted, warned
+
+
+def _predict_in_folds(pairs, folds, run):
+    """What `_predict_test_rows` gives for each of the pairs and folds, as a list of lists."""
+    tasks = [(*place, *fold, named) for named, place in pairs for fold in folds]
+    results = iter(run(_predict_test_rows, tasks, np.ones(len(tasks), dtype=int)))
+    return [[next(results) for _ in folds] for _ in pairs]
 
 
 def out_of_two_folds(named, place, folds, run):
@@ -157,14 +170,21 @@ def _rows_of_pair(folds, pair):
 
 
 def fit_and_predict(named, train, test):
-    """Predictions for the rows of `test` by a fit to `train`; warnings are dropped."""
+    """Predictions for the rows of `test` by a fit to `train`, and where its searches ended.
+
+    Warnings are dropped.
+    """
     with batch_mapper(1):
-        return _predict_and_record(named, train, test)[0]
+        predicted, _, found = _predict_and_record(named, train, test)
+    return predicted, found
 
 
 def _predict_and_record(named, train, test):
-    """Predictions for the test rows, and the categories and texts of the fit's warnings."""
-    with warnings.catch_warnings(record=True) as caught:
+    """Predictions for the test rows, the fit's warnings, and where its searches ended.
+
+    Warnings are categories and texts.
+    """
+    with starts_from(named.starts or {}) as found, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         one_class = named.classes is not None and len(np.unique(train.y)) == 1
         if one_class and not is_frozen(named.estimator):  # many classifiers refuse one class
@@ -172,7 +192,7 @@ def _predict_and_record(named, train, test):
             predicted = np.tile(probabilities, (len(test.y), 1))
         else:
             predicted = _fit_and_predict(named, train, test)
-    return predicted, [(warning.category, str(warning.message)) for warning in caught]
+    return predicted, [(warning.category, str(warning.message)) for warning in caught], found
 
 
 def _fit_and_predict(named, train, test):

@@ -236,8 +236,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         tags.input_tags.allow_nan |= self._is_default  # the encoder fills missing values
         return tags
 
-    def _personal_parts(self):
-        """Personalized models of columns of `X` alone, by name."""
+    def _personal_parts(self, _columns, _classes):
+        """Personalized models of columns of `X` alone, by name; the last one is final."""
         return [(FINAL, self._requested_final())]
 
     def _requested_final(self):
@@ -264,22 +264,23 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         sample_weight : array-like of shape (n_rows,), default=None
             Weights of the rows. All estimators must take them.
         """
-        personal, bases = self._personal_parts(), self._checked_estimators()
+        bases = self._checked_estimators()
         table = read_client_rows(self, X, y, groups, sample_weight, is_classifier(self))
         table = in_order_of_time(self.cv, table)
-        classes = self._checked_classes([*bases, *personal], table, groups)
+        classes = self._checked_classes(bases, table, groups)
         n_clients = len(table.clients.ids)
-        # Of the folds inside clients, of those of whole clients, and of each estimator.
-        n_seeds = 2 + len(personal) + len(bases)
-        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=n_seeds)
         encoder, passthrough = self._fitted_transformers(table, classes)
         levels = many_level_columns(table.X) if encoder is None else passed_levels(encoder)
         passed = passed_levels(passthrough)
+        columns = table._replace(X=passed_columns(passthrough, table.X))
+        personal = self._personal_parts(columns, classes)
+        # Of the folds inside clients, of those of whole clients, and of each estimator.
+        n_seeds = 2 + len(personal) + len(bases)
+        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=n_seeds)
         pairs = [(name, with_levels(part, passed, classes)) for name, part in personal]
         pairs += [(name, with_levels(base, levels, classes)) for name, base in bases]
         inner = seeded_clones(pairs, classes, seeds[2:], table.weights is not None)
         personal, named = inner[: len(personal)], inner[len(personal) :]
-        columns = table._replace(X=passed_columns(passthrough, table.X))
         check_names(named, columns.X)
         folds, made = self._folds(table, classes, int(seeds[0]))
         chosen, losses = {}, {}
@@ -318,10 +319,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         self._set_fitted(attributes)
         return self
 
-    def _checked_classes(self, pairs, table, groups):
+    def _checked_classes(self, bases, table, groups):
         """Sorted classes, or None; raises what can be refused before fits, which may take hours."""
         check_responses(self, table)
-        check_frozen_clients(pairs, groups)
+        check_frozen_clients([*bases, (FINAL, self._requested_final())], groups)
         classes = classes_of(self, table.y)
         check_client_sizes(table.clients)
         last = self._requested_final()

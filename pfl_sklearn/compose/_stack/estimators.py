@@ -9,10 +9,16 @@ from pfl_sklearn._compat import num_samples
 from pfl_sklearn._parameters import CLASS_WEIGHT, parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
-from pfl_sklearn.compose._inner_estimators import predict_with_std
+from pfl_sklearn.compose._inner_estimators import InnerEstimator, fit_inner, predict_with_std
 from pfl_sklearn.compose._named_estimators import OutputsMixin
 from pfl_sklearn.compose._stack.base import PersonalizedStacking
-from pfl_sklearn.compose._stack.choice import FINAL, INTERCEPT, STACK, part_name
+from pfl_sklearn.compose._stack.choice import (
+    FINAL,
+    INTERCEPT,
+    STACK,
+    TOL_IN_FOLDS,
+    part_name,
+)
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
@@ -120,10 +126,23 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, Person
     # As a rule, clients differ in how reliable a base estimator is.
     _default_final = staticmethod(partial(PersonalizedLogisticRegression, random="all"))
 
-    def _personal_parts(self):
-        personal = super()._personal_parts()
+    def _personal_parts(self, columns, classes):
+        personal = super()._personal_parts(columns, classes)
         if self.final_estimator is not None:
             return personal
-        # If clients have few rows, estimates diverge when all coefficients vary.
         intercept = self._default_final().set_params(random="intercept")
+        # If clients have few rows, estimates diverge when all coefficients vary.
+        if not _slopes_predict(columns, classes):
+            return [(FINAL, intercept)]
         return [(INTERCEPT, intercept), *personal]
+
+
+def _slopes_predict(columns, classes):
+    """Whether held-out rows of known clients are better predicted if all coefficients vary."""
+    numbers = columns.X.select_dtypes("number")
+    if not numbers.shape[1]:
+        return False
+    model = PersonalizedLogisticRegression(uncertainty="plug_in", tol=TOL_IN_FOLDS)
+    fitted = fit_inner(InnerEstimator(FINAL, model, classes), columns._replace(X=numbers))
+    losses = fitted.random_losses_
+    return losses is not None and losses["all"] < losses["intercept"]

@@ -130,7 +130,7 @@ class Products:
     def times(self, inner, outer):
         """Products of all rows' predictors, for effects (L, q[, k]) and (r[, k]), with columns."""
         flat = inner.reshape(-1, *outer.shape[1:])
-        product = np.einsum("lab,lb...->la...", self.inner, inner)
+        product = (self.inner @ inner.reshape(*self.inner.shape[:2], -1)).reshape(inner.shape)
         product += (self.cross @ outer).reshape(product.shape)
         return product, self.cross.T @ flat + self.outer @ outer
 
@@ -168,9 +168,11 @@ class GroupedDesign(NamedTuple):
             columns, others = columns * weights[:, None], scale_rows_of(others, weights)
         within = (self.others.T @ others).tocsr()
         border, square = self.others.T @ columns, self.columns.T @ columns
-        outer: Any = sparse.block_array([[within, border], [border.T, square]], format="csr")
+        outer: Any
         if self.dense:
             outer = np.block([[within.toarray(), border], [border.T, square]])
+        else:
+            outer = sparse.block_array([[within, border], [border.T, square]], format="csr")
         cross: Any = sparse.hstack(
             [self.indicator.T @ others, self.indicator.T @ columns], format="csr"
         )

@@ -1,5 +1,6 @@
 """Search for the ratios of several groupings, by damped average information."""
 
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -44,33 +45,40 @@ def search_ratios(equations_at, starts, shapes, turns, max_iter, tol):
     def turned(roots):
         return equations_at([turn @ root for turn, root in zip(turns, roots, strict=True)])
 
-    equations, damping, n_iter, bent = turned(roots), _DAMPING, 0, 0.0
+    equations, damping, n_iter = turned(roots), _DAMPING, 0
+    bent = np.zeros(len(free_moves(roots, shapes, turns)))
     done = all(shape is None for shape in shapes)
     least = _ROUNDING * equations.products.n_rows
     while not done and n_iter < max_iter:
         n_iter += 1
         note_iteration()
-        moves = free_moves(roots, shapes, turns)
-        slope = _slopes(equations, moves)
+        all_moves = free_moves(roots, shapes, turns)
+        slopes = _slopes(equations, all_moves)
+        # Variances of 0 that a step would lower stay there, and make it no larger.
+        active = [not move.rests(slope) for move, slope in zip(all_moves, slopes, strict=True)]
+        moves, slope = list(compress(all_moves, active)), slopes[active]
+        if not moves:
+            return SearchResult(equations, n_iter, True)
         average = equations.information([(move.k, move.direction) for move in moves])
         # Near zero average information may be far too small, and steps would go to and fro.
-        average += np.diag(np.maximum(bent - np.diag(average), 0.0))
+        average += np.diag(np.maximum(bent[active] - np.diag(average), 0.0))
         average += _root_curvature(moves, turns, equations.slopes)
         expected = np.array([expected_information(move, equations) for move in moves])
         bounds = np.array([(move.lowest, move.highest) for move in moves]).T
         held = _flat_directions(slope, average, np.array([move.size for move in moves]))
+        steps = np.zeros(len(all_moves))
         while True:
             second = average + damping * np.diag(expected)
-            step = _bounded_step(slope, second + held, bounds)
+            step = steps[active] = _bounded_step(slope, second + held, bounds)
             gain = -step @ (slope + second @ step / 2)
-            trial_roots = _after(roots, shapes, moves, step)
+            trial_roots = _after(roots, shapes, all_moves, steps)
             trial = _tried(turned, trial_roots)
             done = gain <= max(tol**2, least)
             # Without a criterion, steps are only as long as average information says.
             if trial is not None and not trial.criterion > equations.criterion + least:
                 roots, equations = trial_roots, trial
                 damping = max(damping / 10, _LEAST_DAMPING)
-                bent = _secants(equations, moves, slope, step)
+                bent = _secants(equations, all_moves, slopes, steps)
                 break
             damping = max(damping * 10, _FAILED_DAMPING)
             if damping > _MOST_DAMPING:
@@ -87,7 +95,9 @@ def _tried(equations_at, roots):
 
 
 def _slopes(equations, moves):
-    return np.array([np.vdot(move.direction, equations.slopes.of(move.k)) for move in moves])
+    """Slopes (t,) of the criterion along moves."""
+    slopes = {k: equations.slopes.of(k) for k in {move.k for move in moves}}
+    return np.array([np.vdot(move.left, slopes[move.k] @ move.right) for move in moves])
 
 
 def _secants(equations, moves, slope, step):
@@ -98,14 +108,24 @@ def _secants(equations, moves, slope, step):
 
 
 class Move(NamedTuple):
-    """A direction (q, q) of the ratio of grouping k, and how far it may go."""
+    """A direction of the ratio (q, q) of grouping k, left times right', and how far it may go."""
 
     k: int
-    direction: np.ndarray
+    left: np.ndarray  # (q, m)
+    right: np.ndarray  # (q, m)
     lowest: float
     highest: float = np.inf
     size: float = 1.0  # of a move as large as the ratio, or of 1
     entry: tuple | None = None  # of the Cholesky factor that moves, where the shape is full
+
+    def rests(self, slope):
+        """Whether a single variance is 0 and the slope of the criterion holds it there."""
+        return self.entry is None and self.lowest == 0 and slope >= 0
+
+    @property
+    def direction(self):
+        """The direction (q, q)."""
+        return self.left @ self.right.T
 
 
 def free_moves(roots, shapes, turns):
@@ -121,19 +141,19 @@ def free_moves(roots, shapes, turns):
         variances = np.diag(root) ** 2
         for together in _columns_together(shape):
             columns, variance = turns[k][:, together], variances[together].max()
-            moves.append(Move(k, columns @ columns.T, -variance, size=max(variance, 1.0)))
+            moves.append(Move(k, columns, columns, -variance, size=max(variance, 1.0)))
     return moves
 
 
 def _entry_move(k, root, turn, a, b):
     """Move of the entry (a, b) of a lower triangular root before its turn."""
-    half = np.outer(turn[:, a], turn @ root[:, b])
+    pair = np.column_stack([turn[:, a], turn @ root[:, b]])
     size = max(float(np.linalg.norm(root[a])), 1.0)
     farthest = np.sqrt(_LARGEST_GROWTH) * size
     lowest = -farthest
     if a == b:  # a diagonal of zero could not grow any more
         lowest = -min(_SHRINKAGE * root[a, a], max(root[a, a] - _LEAST_ROOT, 0.0))
-    return Move(k, half + half.T, lowest, farthest, size, (a, b))
+    return Move(k, pair, pair[:, ::-1], lowest, farthest, size, (a, b))
 
 
 def _root_curvature(moves, turns, slopes):
@@ -160,7 +180,7 @@ def _columns_together(shape):
 def expected_information(move, equations):
     """A lower bound of the expected information in a direction."""
     # That of levels with equal shares of the trace.
-    product = move.direction @ equations.slopes.traces[move.k]
+    product = move.right.T @ equations.slopes.traces[move.k] @ move.left
     n_levels = equations.products.n_levels[move.k]
     return max(np.vdot(product, product.T) / n_levels, np.finfo(float).tiny)
 

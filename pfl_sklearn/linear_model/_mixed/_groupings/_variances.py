@@ -1,5 +1,8 @@
 """Variances of several groupings, of which some may be known."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +20,22 @@ from pfl_sklearn.linear_model._mixed._groupings._search import RatioShape, searc
 _START = 0.25  # ratio of every variance to the noise's, for columns of unit size
 _NOISE_MARGIN, _NOISE_STEP, _LOWEST_NOISE = 1.0, 2.0, 30.0  # of log noise, in a search for it
 _NOISE_TOLERANCE = 1e-9  # of the logarithm
+
+
+# Roots of the ratios of another table, and those found since; by shapes and numbers of columns.
+Roots = dict[tuple, list[np.ndarray]]
+_starts: ContextVar[tuple[Roots, Roots] | None] = ContextVar("starts", default=None)
+
+
+@contextmanager
+def starts_from(other: Roots) -> Iterator[Roots]:
+    """Let searches start where those for a similar table ended, and note where they end."""
+    found: Roots = {}
+    token = _starts.set((other, found))
+    try:
+        yield found
+    finally:
+        _starts.reset(token)
 
 
 class Parameters(NamedTuple):
@@ -71,12 +90,22 @@ def search_grouped_variances(points, parameters, noise, limits):
     """SearchResult for groupings with these Parameters; limits are of iterations and gain."""
     shapes, turns = [each.shape for each in parameters], [each.turn for each in parameters]
     starts, known = [each.root for each in parameters], [shape is None for shape in shapes]
+    other, found = _starts.get() or ({}, {})
+    key = tuple(
+        (shape and shape.name, len(turn)) for shape, turn in zip(shapes, turns, strict=True)
+    )
+    for k, root in enumerate(other.get(key, ())):
+        if not known[k]:
+            starts[k] = root if shapes[k].name == "full" else root * shapes[k].varies
 
     def at_noise(noise):
         # Ratios of known covariances fall as the noise rises.
         unit = 1.0 if noise is None else np.sqrt(noise)
         roots = [start / unit if k else start for start, k in zip(starts, known, strict=True)]
-        return search_ratios(partial(points.at, noise=noise), roots, shapes, turns, *limits)
+        result = search_ratios(partial(points.at, noise=noise), roots, shapes, turns, *limits)
+        pairs = zip(turns, result.equations.roots, strict=True)
+        found[key] = [np.linalg.solve(turn, root) for turn, root in pairs]
+        return result
 
     if noise is not None or not any(known):
         return at_noise(noise)

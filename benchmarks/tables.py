@@ -190,10 +190,12 @@ def forward_folds(groups, time, n_splits):
 
 
 def folds_of_stack(groups, time):
-    """Five folds forward, or as many before which a client has two steps; of short ones as usual.
+    """Folds forward in time by the stack's own rule, unless rows of a client have the same time.
 
-    The stack needs three folds, and its personalized models two rows of a client.
+    Then five, or as many before which a client has two steps, as its personalized models need.
     """
+    if not pd.DataFrame({"group": groups, "time": time}).duplicated().any():
+        return "time"
     n_splits = min(STACK_FOLDS, _n_steps(groups, time) - 2)
     return forward_folds(groups, time, n_splits) if n_splits >= 3 else STACK_FOLDS
 

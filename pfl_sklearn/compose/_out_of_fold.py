@@ -21,7 +21,7 @@ from pfl_sklearn.compose._inner_estimators import (
     with_message,
 )
 from pfl_sklearn.compose._stack.final_rows import passed_columns
-from pfl_sklearn.linear_model._mixed._groupings._variances import starts_from
+from pfl_sklearn.linear_model._mixed._groupings._variances import fit_of_fold
 from pfl_sklearn.model_selection import ClientKFold, ClientTimeSeriesSplit
 from pfl_sklearn.model_selection._split import ranks_of_times
 
@@ -184,7 +184,7 @@ def _predict_and_record(named, train, test):
 
     Warnings are categories and texts.
     """
-    with starts_from(named.starts or {}) as found, warnings.catch_warnings(record=True) as caught:
+    with fit_of_fold(named.starts or {}) as found, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         one_class = named.classes is not None and len(np.unique(train.y)) == 1
         if one_class and not is_frozen(named.estimator):  # many classifiers refuse one class

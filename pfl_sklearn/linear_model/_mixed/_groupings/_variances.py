@@ -28,14 +28,22 @@ _starts: ContextVar[tuple[Roots, Roots] | None] = ContextVar("starts", default=N
 
 
 @contextmanager
-def starts_from(other: Roots) -> Iterator[Roots]:
-    """Let searches start where those for a similar table ended, and note where they end."""
+def fit_of_fold(other: Roots) -> Iterator[Roots]:
+    """Fit to rows of a fold: searches start where those of another fold ended, given as `other`.
+
+    What is yielded holds where they end.
+    """
     found: Roots = {}
     token = _starts.set((other, found))
     try:
         yield found
     finally:
         _starts.reset(token)
+
+
+def is_fold() -> bool:
+    """Whether a fit is one of a fold, of which only predictions are used."""
+    return _starts.get() is not None
 
 
 class Parameters(NamedTuple):

@@ -21,7 +21,7 @@ _ITERATIONS = 50  # a search that takes more shows that rows say little of the s
 _VANISHING_SHARE = 1e-6  # of the noise: a search goes to 0 in steps
 # Share of the loss that slopes have to gain: a random intercept is simpler, and its fit more exact.
 # Without it slopes would vary in a tenth of the tables in which they do not, not in a twentieth.
-_LEAST_GAIN = 0.005
+LEAST_GAIN = 0.005
 _CLEAR_ERRORS = 2.0  # standard errors by which a difference is clear
 
 
@@ -41,7 +41,7 @@ def choose_random(table, design, prior, family, options):
         if not (free and design.fit_intercept and table.n_clients > 1):
             return table, design, None
         losses = _held_out_losses(table, prior, family, options)
-    gains = losses is not None and losses["all"] < (1 - _LEAST_GAIN) * losses["intercept"]
+    gains = losses is not None and losses["all"] < (1 - LEAST_GAIN) * losses["intercept"]
     if not gains:
         table, design = table.intercept_only, design.intercept_only
     return table, design, losses
@@ -170,5 +170,5 @@ def _is_decisive(losses, weights):
     differences = all_vary - intercept
     mean = np.average(differences, weights=weights)
     error = np.sqrt(np.sum((weights * (differences - mean)) ** 2)) / weights.sum()
-    little = 2 * _LEAST_GAIN * np.average(intercept, weights=weights)
+    little = 2 * LEAST_GAIN * np.average(intercept, weights=weights)
     return abs(mean) > _CLEAR_ERRORS * error or mean - _CLEAR_ERRORS * error > -little

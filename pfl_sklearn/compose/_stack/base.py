@@ -103,7 +103,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     final_estimator : estimator, default=None
         Personalized model of the base estimators' predictions and of columns of `X`; None:
         :class:`~pfl_sklearn.PersonalizedLinearRegression`, or for classes
-        :class:`~pfl_sklearn.PersonalizedLogisticRegression`, all of whose coefficients vary.
+        :class:`~pfl_sklearn.PersonalizedLogisticRegression`, all of whose coefficients vary if
+        held-out rows of known clients are then better predicted, and otherwise the intercept.
     cv : int, "time", splitter or list, default=5
         Folds for the base estimators: their number inside clients (None: 5), or a splitter or
         splits that test each row once; at least 3 with `fallback`. Folds may also go forward in
@@ -170,10 +171,14 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     weights from the other folds beat that part. Weights below 0.02 are dropped. The stack competes
     only if it is clearly better than its parts: fits without two folds at a time test this until
     the result is clear, and a rough check of two folds may exclude it earlier. Without a given
-    `final_estimator`, "random_intercept" is a part for classes and "recent_targets" for forward
-    folds, where rows to predict follow the client's last row. For new clients, averages and the
-    choice between line and mean need ten clients, and the stack needs three; of the default base
-    estimators, new clients get only the first.
+    `final_estimator`, "random_intercept" is a part for classes, in place of "final_estimator" if
+    that is one, and "recent_targets" for forward folds, where rows to predict follow the client's
+    last row. For new clients, averages and the choice between line and mean need ten clients, and
+    the stack needs three; of the default base estimators, new clients get only the first.
+
+    In folds of tables with 200 rows or more, personalized models take variances between clients as
+    known and end searches for them at ``tol=0.1``; with groupings they begin where those of the
+    first fold ended, and linear models of more than 1,000 levels use conjugate gradients.
 
     Columns of strings or categories with more than 10 levels, and at most half as many levels as
     rows, are groupings of personalized models with ``groupings="auto"``, whether these are given or

@@ -14,16 +14,18 @@ def cpu_seconds(code):
 
 
 def main():
-    codes = "import sklearn.linear_model", "import pfl_sklearn"
-    for code in codes:
-        cpu_seconds(code)
-    pairs = [tuple(cpu_seconds(code) for code in codes) for _ in range(9)]
-    peer, ours = (statistics.median(side) for side in zip(*pairs, strict=True))
-    ratio = statistics.median(second / first for first, second in pairs)
-    print(
-        f"| ours over peer: import pfl_sklearn; import sklearn.linear_model | {peer:.3g} "
-        f"| {ours:.3g} | {ratio:.2f}x | < 1.15x |"
-    )
+    peer = "import sklearn.linear_model"
+    # The package imports what is used; its linear models are what compares with the peer's.
+    for code, bar in (("import pfl_sklearn", 1.15), ("import pfl_sklearn.linear_model", 1.25)):
+        for each in (peer, code):
+            cpu_seconds(each)
+        pairs = [(cpu_seconds(peer), cpu_seconds(code)) for _ in range(9)]
+        theirs, ours = (statistics.median(side) for side in zip(*pairs, strict=True))
+        ratio = statistics.median(second / first for first, second in pairs)
+        print(
+            f"| ours over peer: {code}; {peer} | {theirs:.3g} | {ours:.3g} | {ratio:.2f}x "
+            f"| < {bar}x |"
+        )
 
 
 if __name__ == "__main__":

@@ -32,6 +32,9 @@ from pfl_sklearn.online._variances import half_width
 from pfl_sklearn.privacy import PrivacyWarning
 from pfl_sklearn.privacy._report import finalize_report, inherit_warnings
 
+_PAIRS_PER_SECOND = 8e7  # that "test" compares, as measured with 8,000 agents
+_MANY_PAIRS = 60 * _PAIRS_PER_SECOND
+
 
 @with_parameters
 class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
@@ -233,6 +236,8 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
                 - "test": everybody whose mean a test does not tell apart from its own (the
                   paper's);
                 - "oracle": those with the same label in `labels`.
+
+                The last two compare all pairs of agents, and warn before if these take minutes.
         """,
     )
     noise_variance: float | dict[Any, float] | None = parameter(
@@ -303,12 +308,23 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         self._charge()  # a stream is paid for as a whole, before any value is read
         y = _checked_values(self, X, y)
         clients = self._encode_fit(groups, len(y))
+        self._warn_of_pairs(len(clients.ids))
         stream = Collaboration(self, groups is not None, clients.ids)
         attributes = self._received(stream, X, y, clients, labels, begins=True)
         # Where warnings are errors, the model stays as it was.
         attributes["privacy_"] = finalize_first_report(self, attributes["privacy_"])
         self._set_fitted(attributes)
         return self
+
+    def _warn_of_pairs(self, n_agents):
+        if self.decision == "mixture" or n_agents**2 < _MANY_PAIRS:
+            return
+        minutes = n_agents**2 / _PAIRS_PER_SECOND / 60
+        warn_caller(
+            f"decision={self.decision!r} compares all {n_agents**2:.1e} pairs of {n_agents} "
+            f"agents, which takes about {minutes:.0f} minutes; decision='mixture' compares none.",
+            UserWarning,
+        )
 
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import pickle
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -19,7 +20,7 @@ import pfl_sklearn
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
-from pfl_sklearn.online import CollaborativeMean
+from pfl_sklearn.online import CollaborativeMean, _collaborative_mean
 from pfl_sklearn.privacy import PrivacyLedger, gdp_epsilon, gdp_mu, search_cost
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 from tests.helpers.interruption import interrupt_everywhere
@@ -558,6 +559,23 @@ def test_summary_and_intervals():
     mean, std = model.predict(X[:3], groups=[0, 99, 1], return_std=True)
     assert mean[:2] == pytest.approx([model.means_[0], model.population_mean_])
     assert std[1] >= model.population_std_
+
+
+@pytest.mark.parametrize(
+    ("decision", "warned"), [("test", True), ("oracle", True), ("mixture", False)]
+)
+def test_pairs_that_take_minutes_are_announced(monkeypatch, decision, warned):
+    monkeypatch.setattr(_collaborative_mean, "_MANY_PAIRS", 100)
+    monkeypatch.setattr(_collaborative_mean, "_PAIRS_PER_SECOND", 100 / 120)
+    groups = np.tile(np.arange(10), 3)
+    labels = np.zeros(10) if decision == "oracle" else None
+    model = CollaborativeMean(decision=decision)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(groups[:, None], np.arange(30.0), groups=groups, labels=labels)
+    texts = [str(each.message) for each in caught if "pairs" in str(each.message)]
+    assert bool(texts) is warned
+    assert all("1.0e+02 pairs of 10 agents" in text and "2 minutes" in text for text in texts)
 
 
 def test_searches_and_wrappers():

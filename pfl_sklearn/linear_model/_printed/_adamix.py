@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 from scipy.special import softmax
-from sklearn.cluster import KMeans
-from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._mixed._normal_rows._closed_form import fit_without_pooling
@@ -82,6 +80,10 @@ def _warn_rate_cut(rate, smallest):
 
 def _cluster(theta, prior, state):
     """Means (k, q), variances (k,) and weights (k,) of clusters of point estimates."""
+    # Slow to import, and nothing but a printed fit needs them.
+    from sklearn.cluster import KMeans
+    from sklearn.mixture import GaussianMixture
+
     k = prior.n_components
     # From the second round on clusters start where they were, or they would swap names.
     start = None if state is None else state[0]

@@ -39,7 +39,7 @@ from pfl_sklearn.linear_model._mixed._table import make_table
 from pfl_sklearn.linear_model._private._checks import check_link_parameters, check_link_rows
 from pfl_sklearn.linear_model._private._link_fit import fit_private_link
 from pfl_sklearn.linear_model._private._messages import cut_features
-from pfl_sklearn.linear_model._random_choice import choose_random
+from pfl_sklearn.linear_model._random_choice import choose_random, warn_of_long_fit
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_unidentified
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._resolve import resolve_prior
@@ -148,12 +148,13 @@ class LinkRegression(CallbackSupportMixin, GroupedRegression):
                 Coefficients that vary by client: names or indices of features, and "intercept".
                 "auto" is "all" if that improves the log-loss of the clients' held-out rows by at
                 least 0.5 % in three folds without `groupings` (see the user guide), and otherwise
-                "intercept", as with a number of points as `quadrature` or a finite `epsilon`. It is
-                "all" without an intercept, for a single client, and where the prior gives a mean, a
-                covariance or a shape other than "diag". With "all" and the default prior, features
-                that are constant within every client have a common coefficient. With a finite
-                `epsilon` a list has to hold the intercept, and should hold no feature that is
-                constant within clients.
+                "intercept", as with a number of points as `quadrature` or a finite `epsilon`, where
+                most rows are of clients with no more of them than coefficients (of all classes but
+                one), and where such a trial would take minutes. It is "all" without an intercept,
+                for a single client, and where the prior gives a mean, a covariance or a shape other
+                than "diag". With "all" and the default prior, features that are constant within
+                every client have a common coefficient. With a finite `epsilon` a list has to hold
+                the intercept, and should hold no feature that is constant within clients.
         """,
     )
     fit_intercept: bool = FIT_INTERCEPT
@@ -327,6 +328,7 @@ class LinkRegression(CallbackSupportMixin, GroupedRegression):
         options, family = self._fit_parameters(), state["_row_family"]
         grouped = state.pop("_grouped", None)
         if grouped is None:
+            warn_of_long_fit(table, family)
             estimates = fit_link(table, prior, family, options)
         else:
             estimates = fit_grouped_link(table, prior, family, options, grouped)

@@ -1,5 +1,6 @@
 """random="auto": rows choose between an intercept that varies and coefficients that all do."""
 
+import re
 import warnings
 
 import numpy as np
@@ -12,6 +13,7 @@ from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
+    _random_choice,
     _random_choice as random_choice,
 )
 from pfl_sklearn.linear_model._design import resolve_design
@@ -402,3 +404,39 @@ def test_nothing_is_chosen(params):
         warnings.simplefilter("ignore")
         model = PersonalizedLinearRegression(**params).fit(X, y, groups=groups)
     assert len(model.random_) == 20 + params.get("fit_intercept", True)
+
+
+def many_coefficients(n_clients=12, n_rows=60):
+    """Rows of three classes with ten features."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(n_clients), n_rows)
+    X = rng.normal(size=(len(groups), 10))
+    return X, rng.integers(3, size=len(groups)), groups
+
+
+def test_long_fits_say_so_before(monkeypatch):
+    X, y, groups = many_coefficients()
+    monkeypatch.setattr(_random_choice, "_LONG_SECONDS", 0.01)
+    model = PersonalizedLogisticRegression(random="all", max_iter=1)
+    text = r"about 0 minutes .* since 22 coefficients of 12 clients vary, over 720 rows"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(X, y, groups=groups)
+    assert re.search(text, str(caught[0].message))  # first of all
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PersonalizedLogisticRegression(random="intercept").fit(X, y, groups=groups)
+
+
+@pytest.mark.parametrize("limit", [0.0, 60.0])
+def test_long_trials_are_not_made(monkeypatch, limit):
+    X, y, groups = many_coefficients()
+    monkeypatch.setattr(_random_choice, "_MOST_TRIAL_SECONDS", limit)
+    model = PersonalizedLogisticRegression().fit(X, y, groups=groups)
+    assert (model.random_losses_ is None) == (limit == 0.0)
+
+
+def test_several_classes_need_rows_for_the_coefficients_of_each():
+    X, y, groups = many_coefficients(n_rows=15)  # 11 coefficients each of two contrasts
+    assert PersonalizedLogisticRegression().fit(X, y, groups=groups).random_losses_ is None
+    assert PersonalizedLogisticRegression().fit(X, y > 0, groups=groups).random_losses_ is not None

@@ -15,7 +15,9 @@ MOST_DENSE = 4000  # outer columns, whose dense factor takes 128 MB
 # Of linear models in folds: beyond, conjugate gradients take less time and predict the same.
 _MOST_DENSE_IN_FOLDS = 1000
 _MOST_CELLS = 1 << 25  # of dense rows of the first grouping's effects: 256 MB
-_DEPENDENT = 1e-9  # length of what a column adds to those before it, over its own length
+# Length of what a column adds to those before it, over its own length. Of columns in single precision
+# the rounding errors add a few millionths, whose coefficients would be of millions.
+_DEPENDENT = 1e-5
 _SPARSE_SHARE = 0.5  # of zeros, from which on a column stays sparse, and roots centre it
 
 

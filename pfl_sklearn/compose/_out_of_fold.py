@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from contextlib import nullcontext
 from numbers import Integral
 from typing import NamedTuple, TypeAlias
 
@@ -184,7 +185,7 @@ def _predict_and_record(named, train, test):
 
     Warnings are categories and texts.
     """
-    with fit_of_fold(named.starts or {}) as found, warnings.catch_warnings(record=True) as caught:
+    with _fold_of(named) as found, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         one_class = named.classes is not None and len(np.unique(train.y)) == 1
         if one_class and not is_frozen(named.estimator):  # many classifiers refuse one class
@@ -193,6 +194,17 @@ def _predict_and_record(named, train, test):
         else:
             predicted = _fit_and_predict(named, train, test)
     return predicted, [(warning.category, str(warning.message)) for warning in caught], found
+
+
+def _fold_of(named):
+    """Context of a fit to a fold, for models that search for variances themselves.
+
+    Fits that other estimators make, perhaps in workers, are like all others.
+    """
+    searches = hasattr(named.estimator, "groupings") or hasattr(
+        named.estimator, "residual_estimator"
+    )
+    return fit_of_fold(named.starts or {}) if searches else nullcontext({})
 
 
 def _fit_and_predict(named, train, test):

@@ -86,7 +86,7 @@ def choose_by_likelihood(table, design, prior, options, fit):
         return table, design
     n_varying = int(varying_columns(table, prior).sum())
     # Elsewhere slopes without variance change little, and a second fit would take time.
-    if n_varying < 2 or not _few_rows(table.sizes, n_varying):
+    if n_varying < 2 or not few_rows(table.sizes, n_varying):
         return table, design
     options = options.replaced(
         uncertainty="plug_in", tol=max(options.tol, _LOOSE_TOL), max_iter=_ITERATIONS
@@ -104,7 +104,7 @@ def choose_by_likelihood(table, design, prior, options, fit):
     return table.intercept_only, design.intercept_only
 
 
-def _few_rows(sizes, n_varying):
+def few_rows(sizes, n_varying):
     """Whether most rows are of clients with no more of them than varying coefficients."""
     return 2 * sizes[sizes > n_varying].sum() < sizes.sum()
 
@@ -116,7 +116,7 @@ def _held_out_losses(table, prior, family, options):
     # approximation fails there. Predictions are for rows, so half of these have to be elsewhere.
     # Quadrature by a number of points goes with one coefficient.
     by_points = options.quadrature not in ("auto", "laplace")
-    if n_varying < 2 or _few_rows(table.sizes, n_varying * family.n_outputs) or by_points:
+    if n_varying < 2 or few_rows(table.sizes, n_varying * family.n_outputs) or by_points:
         return None
     rng = np.random.default_rng(0)  # the same choice in every fit
     table = _sample_clients(table, rng)

@@ -308,7 +308,6 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         self._charge()  # a stream is paid for as a whole, before any value is read
         y = _checked_values(self, X, y)
         clients = self._encode_fit(groups, len(y))
-        self._warn_of_pairs(len(clients.ids))
         stream = Collaboration(self, groups is not None, clients.ids)
         attributes = self._received(stream, X, y, clients, labels, begins=True)
         # Where warnings are errors, the model stays as it was.
@@ -322,7 +321,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         minutes = n_agents**2 / _PAIRS_PER_SECOND / 60
         warn_caller(
             f"decision={self.decision!r} compares all {n_agents**2:.1e} pairs of {n_agents} "
-            f"agents, which takes about {minutes:.0f} minutes; decision='mixture' compares none.",
+            f"agents, which takes about {minutes:.0f} min; decision='mixture' compares none.",
             UserWarning,
         )
 
@@ -420,6 +419,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         # Refusals come before the messages, which take most of a call's time.
         columns = self._column_attributes(X, reset=begins)
         stream.take(self, *arrivals)
+        self._warn_of_pairs(len(stream.agents.ids))
         return self._attributes_of(stream) | columns
 
     def _attributes_of(self, stream):

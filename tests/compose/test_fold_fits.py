@@ -8,13 +8,14 @@ from sklearn.linear_model import Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from pfl_sklearn import PersonalizedLinearRegression
-from pfl_sklearn.compose import PersonalizedStackingClassifier
+from pfl_sklearn import GaussianMean, PersonalizedLinearRegression
+from pfl_sklearn.compose import ClientAsFeature, PersonalizedStackingClassifier
 from pfl_sklearn.compose._inner_estimators import InnerEstimator
 from pfl_sklearn.compose._stack.choice import _for_folds
 from pfl_sklearn.compose._stack.residual import ResidualRegressor
 from pfl_sklearn.linear_model._mixed._groupings._variances import fit_of_fold
 from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.priors import GaussianPrior
 
 
 class TakesUncertainty(Ridge):
@@ -48,6 +49,24 @@ def test_lines_below_residuals_search_less_far_and_other_packages_do_not():
     assert cheaper.residual_estimator.uncertainty == "full"
 
 
+class Own(Ridge):
+    """Regressor with a parameter whose name only ends like one of ours."""
+
+    def __init__(self, alpha=1.0, model_uncertainty="full"):
+        super().__init__(alpha)
+        self.model_uncertainty = model_uncertainty
+
+
+@pytest.mark.parametrize(
+    "estimator", [GaussianMean(), Own(), ClientAsFeature(Own()), make_pipeline(GaussianMean())]
+)
+def test_models_without_a_tolerance_get_none(estimator):
+    params = _for_folds(InnerEstimator("one", estimator, None), 200).estimator.get_params()
+    assert not any(name.endswith("tol") for name in params)
+    others = [value for name, value in params.items() if name.endswith("model_uncertainty")]
+    assert set(others) <= {"full"}
+
+
 def grouped_rows(n_rows=600, n_levels=40, seed=0):
     """Rows of clients and of schools that are crossed with them."""
     rng = np.random.default_rng(seed)
@@ -77,6 +96,22 @@ def test_a_fold_starts_where_another_ended():
             X.iloc[second], y.iloc[second], groups=groups[second]
         )
     assert others.keys().isdisjoint(found)
+
+
+@pytest.mark.parametrize("shape", ["full", "diag"])
+def test_starts_that_mislead_are_not_taken(shape):
+    """A full root near 0 hardly grows, and that of an exact fit leaves the equations no digits."""
+    X, y, groups = grouped_rows()
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance_type=shape), groupings=["school"], uncertainty="plug_in"
+    )
+    with fit_of_fold({}) as found:
+        cold = model.fit(X, y, groups=groups).predict(X, groups=groups)
+    far = 1e-9 if shape == "full" else 5e6
+    starts = {key: [far * np.eye(len(root)) for root in roots] for key, roots in found.items()}
+    with fit_of_fold(starts):
+        warm = model.fit(X, y, groups=groups).predict(X, groups=groups)
+    np.testing.assert_allclose(warm, cold, atol=1e-4)
 
 
 def test_many_levels_predict_the_same_by_conjugate_gradients():

@@ -573,9 +573,10 @@ def test_pairs_that_take_minutes_are_announced(monkeypatch, decision, warned):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(groups[:, None], np.arange(30.0), groups=groups, labels=labels)
+        model.partial_fit(groups[:, None], np.arange(30.0), groups=groups)
     texts = [str(each.message) for each in caught if "pairs" in str(each.message)]
-    assert bool(texts) is warned
-    assert all("1.0e+02 pairs of 10 agents" in text and "2 minutes" in text for text in texts)
+    assert len(texts) == 2 * warned
+    assert all("1.0e+02 pairs of 10 agents" in text and "2 min" in text for text in texts)
 
 
 def test_searches_and_wrappers():

@@ -103,8 +103,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     final_estimator : estimator, default=None
         Personalized model of the base estimators' predictions and of columns of `X`; None:
         :class:`~pfl_sklearn.PersonalizedLinearRegression`, or for classes
-        :class:`~pfl_sklearn.PersonalizedLogisticRegression`, all of whose coefficients vary if
-        held-out rows of known clients are then better predicted, and otherwise the intercept.
+        :class:`~pfl_sklearn.PersonalizedLogisticRegression`, all of whose coefficients vary, or
+        the intercept if most rows are of clients with no more of them than coefficients. Parameters
+        that you set inside (``final_estimator__tol``) are those of the former.
     cv : int, "time", splitter or list, default=5
         Folds for the base estimators: their number inside clients (None: 5), or a splitter or
         splits that test each row once; at least 3 with `fallback`. Folds may also go forward in
@@ -172,13 +173,15 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     only if it is clearly better than its parts: fits without two folds at a time test this until
     the result is clear, and a rough check of two folds may exclude it earlier. Without a given
     `final_estimator`, "random_intercept" is a part for classes, in place of "final_estimator" if
-    that is one, and "recent_targets" for forward folds, where rows to predict follow the client's
-    last row. For new clients, averages and the choice between line and mean need ten clients, and
-    the stack needs three; of the default base estimators, new clients get only the first.
+    slopes do not predict held-out rows, and "recent_targets" for forward folds, where rows to
+    predict follow the client's last row. For new clients, averages and the choice between line and
+    mean need ten clients, and the stack needs three; of the default base estimators, new clients
+    get only the first.
 
-    In folds of tables with 200 rows or more, personalized models take variances between clients as
-    known and end searches for them at ``tol=0.1``; with groupings they begin where those of the
-    first fold ended, and linear models of more than 1,000 levels use conjugate gradients.
+    Fits to folds only have to predict. In tables with 200 rows or more, their personalized models
+    take variances between clients as known, and end searches for them at ``tol=0.1``. Searches of
+    models with groupings begin where those of an earlier fold ended, and linear models with more
+    than 1,000 effects besides the clients' use conjugate gradients.
 
     Columns of strings or categories with more than 10 levels, and at most half as many levels as
     rows, are groupings of personalized models with ``groupings="auto"``, whether these are given or
@@ -241,9 +244,13 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         tags.input_tags.allow_nan |= self._is_default  # the encoder fills missing values
         return tags
 
-    def _personal_parts(self, _columns, _classes):
-        """Personalized models of columns of `X` alone, by name; the last one is final."""
+    def _personal_parts(self):
+        """Personalized models by name; the last one is final."""
         return [(FINAL, self._requested_final())]
+
+    def _parts_alone(self, personal, _columns, _n_bases):
+        """Personalized models of columns of `X` alone, and the final one."""
+        return personal, personal[-1]
 
     def _requested_final(self):
         return self._default_final() if self.final_estimator is None else self.final_estimator
@@ -278,7 +285,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         levels = many_level_columns(table.X) if encoder is None else passed_levels(encoder)
         passed = passed_levels(passthrough)
         columns = table._replace(X=passed_columns(passthrough, table.X))
-        personal = self._personal_parts(columns, classes)
+        personal = self._personal_parts()
         # Of the folds inside clients, of those of whole clients, and of each estimator.
         n_seeds = 2 + len(personal) + len(bases)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=n_seeds)
@@ -286,6 +293,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         pairs += [(name, with_levels(base, levels, classes)) for name, base in bases]
         inner = seeded_clones(pairs, classes, seeds[2:], table.weights is not None)
         personal, named = inner[: len(personal)], inner[len(personal) :]
+        personal, final = self._parts_alone(personal, columns, len(named))
         check_names(named, columns.X)
         folds, made = self._folds(table, classes, int(seeds[0]))
         chosen, losses = {}, {}
@@ -295,7 +303,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             # A given final estimator need not have a random intercept.
             if self.final_estimator is None and tested_rows(folds, table.clients.codes).go_forward:
                 parts = with_recent(personal)
-            stack = StackInFolds(named, parts, table, columns, folds, None, run, places)
+            stack = StackInFolds(named, parts, final, table, columns, folds, None, run, places)
             with phase("known-clients", run) as watched:
                 chosen["known"], losses["known"], warned = choose(
                     stack._replace(run=watched), self.fallback

@@ -66,7 +66,8 @@ class StackInFolds(NamedTuple):
     """Base estimators and a final one, their rows, and folds of known or of new clients."""
 
     named: list[InnerEstimator]
-    personal: list[InnerEstimator]  # of columns of `X` alone; the last one is the final estimator
+    personal: list[InnerEstimator]  # of columns of `X` alone
+    final: InnerEstimator  # of predictions and columns of `X`
     table: TableRows
     columns: TableRows  # rows of the final estimator without the base estimators' predictions
     folds: list[Fold]
@@ -118,6 +119,7 @@ def stack_for_new_clients(stack, seed):
     return stack._replace(
         named=[without_clients(inner) for inner in stack.named],
         personal=[without_clients(inner) for inner in stack.personal],
+        final=without_clients(stack.final),
         folds=folds_of_clients(len(stack.folds), codes, seed),
         codes=codes,
     )
@@ -129,12 +131,13 @@ def choose(stack, fallback):
     Also mean losses of the candidates by name, and the base estimators' warnings in every fold.
     """
     stack = stack._replace(named=[_for_folds(base, len(stack.table.y)) for base in stack.named])
-    named, (*_, final), table, columns, folds, codes, run, places = stack
+    named, table, columns, folds = stack.named, stack.table, stack.columns, stack.folds
+    codes, run, places = stack.codes, stack.run, stack.places
     predicted, warned = out_of_fold([(base, places[0]) for base in named], folds, run)
     tested = tested_rows(folds, table.clients.codes)
     tested_columns = tested.of(columns)
     stacked_rows = join_predictions(named, predicted, tested_columns.X)
-    final_fits = {STACK: (final, tested_columns._replace(X=stacked_rows))}
+    final_fits = {STACK: (stack.final, tested_columns._replace(X=stacked_rows))}
     if not fallback:
         return Chosen({STACK: 1.0}, final_fits), {}, warned
     alone = _parts_without_bases(stack, tested.go_forward)
@@ -194,14 +197,16 @@ def _for_folds(named, n_rows):
         return named
     params, cheaper = named.estimator.get_params(), {}
     for name, value in params.items():
-        prefix, _, last = name.rpartition("uncertainty")
+        prefix, mark, last = name.rpartition("__")
         # In other packages such a parameter may mean something else.
-        owner = params.get(prefix.removesuffix("__"), named.estimator)
-        if last or not isinstance(value, str) or not is_package_class(owner):
+        owner = params.get(prefix, named.estimator)
+        if last != "uncertainty" or not isinstance(value, str) or not is_package_class(owner):
             continue
         if value == "full":
             cheaper[name] = "plug_in"
-        cheaper[f"{prefix}tol"] = max(params[f"{prefix}tol"], TOL_IN_FOLDS)
+        tol = f"{prefix}{mark}tol"
+        if tol in params:  # means have none
+            cheaper[tol] = max(params[tol], TOL_IN_FOLDS)
     return named._replace(estimator=clone(named.estimator).set_params(**cheaper))
 
 
@@ -257,7 +262,7 @@ class StackErrors:
     def losses(self, k, rough=False):
         """Losses on the test rows of fold k.
 
-        The final estimator's rows come from fits that saw nothing of the fold. Otherwise clients
+        The final estimator's rows come from fits to nothing of the fold. Otherwise clients
         with few rows would leak the target: if a client has two rows, each is predicted from the
         other. A `rough` look uses the out-of-fold predictions, which are there already. Forward
         folds use them as well, since these predictions saw nothing of the fold.
@@ -272,7 +277,7 @@ class StackErrors:
             )
         to_fit, to_test = (stack.columns.take(tested.rows[rows]) for rows in (train, test))
         outside = [values[test] for values in self.predicted]
-        final = _for_folds(stack.personal[-1], len(stack.table.y))
+        final = _for_folds(stack.final, len(stack.table.y))
         predicted, self._starts = fit_and_predict(
             final._replace(starts=self._starts),
             to_fit._replace(X=join_predictions(stack.named, inside, to_fit.X)),

@@ -1,5 +1,6 @@
 """Stacks of boosted trees or other estimators under a personalized linear model."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
 )
-from pfl_sklearn.linear_model._random_choice import LEAST_GAIN
+from pfl_sklearn.linear_model._random_choice import LEAST_GAIN, few_rows
 
 
 @with_parameters
@@ -126,15 +127,21 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, Person
     # As a rule, clients differ in how reliable a base estimator is.
     _default_final = staticmethod(partial(PersonalizedLogisticRegression, random="all"))
 
-    def _personal_parts(self, columns, classes):
-        personal = super()._personal_parts(columns, classes)
+    def _personal_parts(self):
+        personal = super()._personal_parts()
         if self.final_estimator is not None:
             return personal
-        intercept = self._default_final().set_params(random="intercept")
+        return [(INTERCEPT, self._default_final().set_params(random="intercept")), *personal]
+
+    def _parts_alone(self, personal, columns, n_bases):
+        if self.final_estimator is not None:
+            return super()._parts_alone(personal, columns, n_bases)
+        intercept, final = personal
+        sizes, n_columns = np.bincount(columns.clients.codes), columns.X.shape[1]
         # If clients have few rows, estimates diverge when all coefficients vary.
-        if not _slopes_predict(columns, classes):
-            return [(INTERCEPT, intercept)]
-        return [(INTERCEPT, intercept), *personal]
+        if few_rows(sizes, (1 + n_bases + n_columns) * (len(final.classes) - 1)):
+            return [intercept], intercept._replace(name=FINAL)
+        return (personal if _slopes_predict(columns, final.classes) else [intercept]), final
 
 
 def _slopes_predict(columns, classes):
@@ -143,6 +150,8 @@ def _slopes_predict(columns, classes):
     if not numbers.shape[1]:
         return False
     model = PersonalizedLogisticRegression(uncertainty="plug_in", tol=TOL_IN_FOLDS)
-    fitted = fit_inner(InnerEstimator(FINAL, model, classes), columns._replace(X=numbers))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fits of the parts repeat them
+        fitted = fit_inner(InnerEstimator(FINAL, model, classes), columns._replace(X=numbers))
     losses = fitted.random_losses_
     return losses is not None and losses["all"] < (1 - LEAST_GAIN) * losses["intercept"]

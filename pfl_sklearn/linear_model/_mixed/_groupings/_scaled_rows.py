@@ -15,9 +15,10 @@ MOST_DENSE = 4000  # outer columns, whose dense factor takes 128 MB
 # Of linear models in folds: beyond, conjugate gradients take less time and predict the same.
 _MOST_DENSE_IN_FOLDS = 1000
 _MOST_CELLS = 1 << 25  # of dense rows of the first grouping's effects: 256 MB
-# Length of what a column adds to those before it, over its own length. Of columns in single precision
-# the rounding errors add a few millionths, whose coefficients would be of millions.
-_DEPENDENT = 1e-5
+_DEPENDENT = 1e-9  # length of what a column adds to those before it, over its own length
+# The same beside columns that come in single precision, over their length before centring, and at
+# most over that after it: of their sums rounding errors remain, which would have huge coefficients.
+_ROUNDED, _MOST_ROUNDED = 3e-7, 1e-4
 _SPARSE_SHARE = 0.5  # of zeros, from which on a column stays sparse, and roots centre it
 
 
@@ -75,7 +76,7 @@ def scale_rows(table, prior, covariance, rows, keep_dependent=False, by_size=Fal
     if keep_dependent:  # but for constant columns beside an intercept
         kept = np.flatnonzero(columns.any(axis=0))
     else:
-        kept = _independent(columns, rows.weights)
+        kept = _independent(columns, rows.columns[:, candidates], rows.weights)
     population = np.zeros((p, len(kept)))
     population[candidates] = frame.back @ _spread_over(columns, kept, rows.weights)
     codes = [rows.codes, *(each.codes for each in rows.groupings)]
@@ -163,12 +164,28 @@ def _spread_over(columns, kept, weights):
     return np.linalg.pinv(combined)
 
 
-def _independent(columns, weights):
-    """Positions of the columns (n, p) that do not depend linearly on those before them."""
+def _independent(columns, raw, weights):
+    """Positions of the columns (n, p) that do not depend linearly on those before them.
+
+    `raw` (n, p) are the same before they were centred and scaled.
+    """
+    least = _smallest_addition(raw)
     if weights is not None:
         columns = columns * np.sqrt(weights)[:, None]
     lengths = np.linalg.norm(columns, axis=0)
     triangle = np.linalg.qr(columns / np.where(lengths > 0, lengths, 1.0), mode="r")
     left = np.zeros(len(lengths))
     left[: len(triangle)] = np.abs(np.diag(triangle))
-    return np.flatnonzero(left > _DEPENDENT)
+    return np.flatnonzero(left > least)
+
+
+def _smallest_addition(raw):
+    """Length that a column (n, p) adds at least to those before it, over its own length."""
+    with np.errstate(over="ignore"):  # beyond single precision
+        is_single = raw == raw.astype(np.float32)
+    is_fraction = raw != np.round(raw)
+    # Values that were filled in may be of double precision; whole numbers are exact in both.
+    single = 2 * np.sum(is_single & is_fraction, axis=0) > np.sum(is_fraction, axis=0)
+    spread, size = np.std(raw, axis=0), np.sqrt(np.mean(raw**2, axis=0))
+    shares = np.divide(_ROUNDED * size, spread, out=np.zeros_like(spread), where=spread > 0)
+    return float(np.clip(np.max(shares, where=single, initial=0.0), _DEPENDENT, _MOST_ROUNDED))

@@ -18,32 +18,33 @@ from pfl_sklearn.linear_model._mixed._groupings._equations import (
 from pfl_sklearn.linear_model._mixed._groupings._search import RatioShape, search_ratios
 
 _START = 0.25  # ratio of every variance to the noise's, for columns of unit size
+_LARGEST_START = 100.0  # root of a ratio of another fold
 _NOISE_MARGIN, _NOISE_STEP, _LOWEST_NOISE = 1.0, 2.0, 30.0  # of log noise, in a search for it
 _NOISE_TOLERANCE = 1e-9  # of the logarithm
 
 
-# Roots of the ratios of another table, and those found since; by shapes and numbers of columns.
+# Where searches for variances ended, roots of the ratios by shapes and numbers of columns.
 Roots = dict[tuple, list[np.ndarray]]
-_starts: ContextVar[tuple[Roots, Roots] | None] = ContextVar("starts", default=None)
+_fold: ContextVar[tuple[Roots, Roots] | None] = ContextVar("fold", default=None)
 
 
 @contextmanager
 def fit_of_fold(other: Roots) -> Iterator[Roots]:
-    """Fit to rows of a fold: searches start where those of another fold ended, given as `other`.
+    """Fit to rows of a fold: the first search starts where that of another fold ended (`other`).
 
-    What is yielded holds where they end.
+    What is yielded holds where the fit's searches end.
     """
     found: Roots = {}
-    token = _starts.set((other, found))
+    token = _fold.set((dict(other), found))
     try:
         yield found
     finally:
-        _starts.reset(token)
+        _fold.reset(token)
 
 
 def is_fold() -> bool:
     """Whether a fit is one of a fold, of which only predictions are used."""
-    return _starts.get() is not None
+    return _fold.get() is not None
 
 
 class Parameters(NamedTuple):
@@ -98,13 +99,12 @@ def search_grouped_variances(points, parameters, noise, limits):
     """SearchResult for groupings with these Parameters; limits are of iterations and gain."""
     shapes, turns = [each.shape for each in parameters], [each.turn for each in parameters]
     starts, known = [each.root for each in parameters], [shape is None for shape in shapes]
-    other, found = _starts.get() or ({}, {})
-    key = tuple(
-        (shape and shape.name, len(turn)) for shape, turn in zip(shapes, turns, strict=True)
-    )
-    for k, root in enumerate(other.get(key, ())):
-        if not known[k]:
-            starts[k] = root if shapes[k].name == "full" else root * shapes[k].varies
+    other, found = _fold.get() or ({}, {})
+    key = tuple((each.shape and each.shape.name, len(each.turn)) for each in parameters)
+    for k, root in enumerate(other.pop(key, ())):
+        # A full root near 0 hardly grows again, and one of an exact fit leaves no digits.
+        if not known[k] and shapes[k].name != "full" and root.max() < _LARGEST_START:
+            starts[k] = root * shapes[k].varies
 
     def at_noise(noise):
         # Ratios of known covariances fall as the noise rises.

@@ -419,3 +419,16 @@ def test_rounding_to_single_precision_makes_no_column():
     model = PersonalizedLinearRegression(groupings=["school"], random="intercept")
     model.fit(X, y, groups=groups)
     assert np.abs(model.population_coef_).max() < 1000
+
+
+def test_columns_of_double_precision_may_nearly_agree():
+    """Times of a year in seconds, and a few minutes later."""
+    rng = np.random.default_rng(0)
+    groups, begin = np.arange(600) % 20, 1.7e9 + np.floor(rng.uniform(0, 3.15e7, 600))
+    lasted = np.floor(rng.uniform(0, 300, 600))
+    X = pd.DataFrame({"begin": begin, "end": begin + lasted})
+    X["school"] = [f"school {k}" for k in rng.integers(30, size=600)]
+    y = lasted / 30 + rng.normal(size=20)[groups] + 0.1 * rng.normal(size=600)
+    model = PersonalizedLinearRegression(groupings=["school"], random="intercept")
+    model.fit(X, y, groups=groups)
+    assert np.std(model.predict(X, groups=groups) - y) < 0.2

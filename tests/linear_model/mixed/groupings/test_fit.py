@@ -422,13 +422,14 @@ def test_rounding_to_single_precision_makes_no_column():
 
 
 def test_columns_of_double_precision_may_nearly_agree():
-    """Times of a year in seconds, and a few minutes later."""
+    """Times in seconds that end minutes later, and powers of years, are columns of their own."""
     rng = np.random.default_rng(0)
-    groups, begin = np.arange(600) % 20, 1.7e9 + np.floor(rng.uniform(0, 3.15e7, 600))
-    lasted = np.floor(rng.uniform(0, 300, 600))
-    X = pd.DataFrame({"begin": begin, "end": begin + lasted})
-    X["school"] = [f"school {k}" for k in rng.integers(30, size=600)]
-    y = lasted / 30 + rng.normal(size=20)[groups] + 0.1 * rng.normal(size=600)
-    model = PersonalizedLinearRegression(groupings=["school"], random="intercept")
-    model.fit(X, y, groups=groups)
-    assert np.std(model.predict(X, groups=groups) - y) < 0.2
+    begin = 1.7e9 + np.floor(rng.uniform(0, 3.15e7, 600))
+    double = np.column_stack(
+        [begin, begin + np.floor(rng.uniform(0, 300, 600)), rng.normal(size=600)]
+    )
+    least = _scaled_rows._smallest_addition(double)
+    assert least == 1e-9
+    single = np.float32(rng.normal(8.9, 0.2, 600)).astype(float)
+    single[:200] = single.mean()  # filled in
+    assert 1e-6 < _scaled_rows._smallest_addition(np.column_stack([double, single])) < 1e-4

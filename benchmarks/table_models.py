@@ -1,7 +1,7 @@
 """What tables.py compares: estimators of this package, and what a user would take instead.
 
-Every model has ``fit(X, y, groups)`` and ``outputs(X, groups)``, which gives responses or the
-probability of the second class. Clients that a model did not see have id -1.
+Every model has ``fit(X, y, groups)`` and ``outputs(X, groups)``, which gives responses (n,) or the
+probabilities of classes (n, K). Clients that a model did not see have id -1.
 """
 
 import numpy as np
@@ -46,8 +46,7 @@ def losses(found, y, has_classes):
     """Squared errors (n,), or minus log probabilities of the true classes."""
     if not has_classes:
         return (found - y) ** 2
-    chances = np.clip(found, SMALLEST, 1 - SMALLEST)
-    return -np.log(np.where(y == 1, chances, 1 - chances))
+    return -np.log(np.clip(found[np.arange(len(y)), y], SMALLEST, 1 - SMALLEST))
 
 
 class Ours:
@@ -65,7 +64,7 @@ class Ours:
     def outputs(self, X, groups):
         if not self.has_classes:
             return self.estimator.predict(X, groups=groups)
-        return self.estimator.predict_proba(X, groups=groups)[:, 1]
+        return self.estimator.predict_proba(X, groups=groups)
 
 
 class Encoded(Ours):
@@ -91,7 +90,7 @@ class Encoded(Ours):
         rows = X.assign(client=groups)
         if not self.has_classes:
             return self.model.predict(rows)
-        return self.model.predict_proba(rows)[:, 1]
+        return self.model.predict_proba(rows)
 
 
 def random_intercept(has_classes):
@@ -185,7 +184,7 @@ class NoClients(Ours):
     def outputs(self, X, groups):
         if not self.has_classes:
             return self.estimator.predict(X)
-        return self.estimator.predict_proba(X)[:, 1]
+        return self.estimator.predict_proba(X)
 
 
 METHODS = {

@@ -112,7 +112,7 @@ class OneHot:
         rows = X.assign(client=groups.astype(str))
         if not self.has_classes:
             return self.model.predict(rows)
-        return self.model.predict_proba(rows)[:, 1]
+        return self.model.predict_proba(rows)
 
 
 class MixedLM:
@@ -182,7 +182,8 @@ class GPBoostMixed:
 
     def outputs(self, X, groups):
         rows, levels = self.columns.of(X), _all_ids(X, groups, self.ids)
-        return self.model.predict(group_data_pred=levels, X_pred=rows, predict_response=True)["mu"]
+        found = self.model.predict(group_data_pred=levels, X_pred=rows, predict_response=True)["mu"]
+        return _of_both(found) if self.has_classes else found
 
 
 class GPBoostBoosting:
@@ -236,7 +237,8 @@ class GPBoostBoosting:
     def outputs(self, X, groups):
         rows, levels = self.encoder.transform(X).to_numpy(), _all_ids(X, groups, self.ids)
         found = self.model.predict(rows, group_data_pred=levels, pred_latent=False)
-        return self.mean + self.scale * found["response_mean"]
+        found = self.mean + self.scale * found["response_mean"]
+        return _of_both(found) if self.has_classes else found
 
     def _scaled(self, y, groups):
         self.mean, self.scale = 0.0, 1.0
@@ -254,24 +256,26 @@ class CatBoost:
 
     def __init__(self, has_classes, **params):
         fixed = {"random_seed": 0, "thread_count": 1, "verbose": False}
-        loss = "Logloss" if has_classes else "RMSE"
-        self.params = {**fixed, "allow_writing_files": False, "loss_function": loss, **params}
+        self.params = {**fixed, "allow_writing_files": False, **params}
         self.has_classes = has_classes
 
     def fit(self, X, y, groups, n_rounds=_CAT_ROUNDS):
-        self.model = self._kind()(**self.params, n_estimators=n_rounds)
+        self.model = self._boosting(y, n_rounds)
         self.model.fit(self._pool(X, groups, y))
         return self
 
     def outputs(self, X, groups):
         if not self.has_classes:
             return self.model.predict(self._pool(X, groups))
-        return self.model.predict_proba(self._pool(X, groups))[:, 1]
+        return self.model.predict_proba(self._pool(X, groups))
 
-    def _kind(self):
+    def _boosting(self, y, n_rounds):
         import catboost
 
-        return catboost.CatBoostClassifier if self.has_classes else catboost.CatBoostRegressor
+        if not self.has_classes:
+            return catboost.CatBoostRegressor(**self.params, n_estimators=n_rounds)
+        loss = "Logloss" if y.max() == 1 else "MultiClass"
+        return catboost.CatBoostClassifier(**self.params, loss_function=loss, n_estimators=n_rounds)
 
     def _pool(self, X, groups, y=None):
         import catboost
@@ -295,7 +299,7 @@ class CatBoostTuned(CatBoost):
         fits = []
         for train, test in folds:
             rows, held_out = (self._pool(X.iloc[k], groups[k], y[k]) for k in (train, test))
-            model = self._kind()(**self.params, n_estimators=_CAT_ROUNDS)
+            model = self._boosting(y, _CAT_ROUNDS)
             fits.append(model.fit(rows, eval_set=held_out, early_stopping_rounds=_STOP))
         (name,) = fits[0].get_best_score()["validation"]
         loss = np.mean([each.get_best_score()["validation"][name] for each in fits])
@@ -308,16 +312,16 @@ class LightGBM:
     grid = BOOSTING
 
     def __init__(self, has_classes, **params):
-        kind = {"objective": "binary" if has_classes else "regression", "seed": 0}
         leaves = 2 ** params.get("max_depth", 6)
-        self.params = {**kind, **params, "num_leaves": leaves, "verbose": -1, "num_threads": 1}
+        self.has_classes = has_classes
+        self.params = {**params, "num_leaves": leaves, "seed": 0, "verbose": -1, "num_threads": 1}
 
     def tuned(self, X, y, groups, folds):
         """Loss and rounds, by cross-validation with early stopping."""
         import lightgbm
 
         found = lightgbm.cv(
-            self.params,
+            self.params | self._kind(y),
             self._rows(X, groups, y),
             num_boost_round=ROUNDS,
             folds=folds,
@@ -330,11 +334,20 @@ class LightGBM:
     def fit(self, X, y, groups, n_rounds=100):
         import lightgbm
 
-        self.model = lightgbm.train(self.params, self._rows(X, groups, y), n_rounds)
+        params = self.params | self._kind(y)
+        self.model = lightgbm.train(params, self._rows(X, groups, y), n_rounds)
         return self
 
     def outputs(self, X, groups):
-        return self.model.predict(self._columns(X, groups))
+        found = self.model.predict(self._columns(X, groups))
+        return _of_both(found) if self.has_classes and found.ndim == 1 else found
+
+    def _kind(self, y):
+        if not self.has_classes:
+            return {"objective": "regression"}
+        if y.max() == 1:
+            return {"objective": "binary"}
+        return {"objective": "multiclass", "num_class": int(y.max()) + 1}
 
     def _rows(self, X, groups, y):
         import lightgbm
@@ -369,6 +382,11 @@ class MERF:
     def outputs(self, X, groups):
         rows = self.encoder.transform(X).to_numpy()
         return self.model.predict(rows, np.ones((len(X), 1)), pd.Series(groups))
+
+
+def _of_both(chances):
+    """Probabilities (n, 2) of two classes from those of the second."""
+    return np.column_stack([1 - chances, chances])
 
 
 def _all_ids(X, groups, ids):

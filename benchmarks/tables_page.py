@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from cells import Results
 from table_models import FOR_NEW, METHODS, OURS, PLAIN
-from tables import FINAL, KINDS, TASKS, Cell, cells_of
+from tables import FINAL, HELD, KINDS, TASKS, Cell, cells_of
 from tables_picture import picture
 
 OWN = "stacking"
@@ -67,6 +67,18 @@ NAMES = {
     "pbcseq": "Log bilirubin by patient",
     "driving": "Traffic deaths and driving laws by state",
     "bacteria": "Bacteria by child",
+    "flights": "Delays of flights by destination",
+    "remifentanil": "Concentrations of remifentanil by patient",
+    "wages": "Log wages by person",
+    "forbes": "Market values of companies by country",
+    "dunnrun": "Times of runners by town",
+    "freedom": "Index of freedom by country",
+    "incomes": "Incomes by occupation",
+    "borrowers": "Incomes of borrowers by state",
+    "force": "Kinds of force by neighbourhood",
+    "ketchup": "Brands of ketchup by household",
+    "covid": "Results of tests by clinic",
+    "birds": "Times of day of bird strikes by state",
 }
 # Why another is clearly better, where one is.
 _AT_ONCE = (
@@ -319,7 +331,7 @@ def _joined(parts):
 
 
 def _title(task):
-    return NAMES[task] + ("*" if task in FINAL else "")
+    return NAMES[task] + ("**" if task in FINAL else "*" if task in HELD else "")
 
 
 def by_peers(shown):

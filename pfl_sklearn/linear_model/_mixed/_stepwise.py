@@ -54,10 +54,9 @@ def maximize_stepwise(objective_with, full, max_iter, tol, begin=1.0):
         if not entering.any():
             tol_now = tol
     point = np.append(population, sizes / full.unit)
-    value, slope = full(point)
-    return as_maximum(
-        full, descent._replace(point=point, value=value, metric=metric, n_iter=n_iter), flat
-    )
+    value = full(point)[0]  # from here on the modes are of all effects, too
+    end = descent._replace(point=point, value=value, metric=metric, n_iter=n_iter)
+    return as_maximum(full, end, flat)
 
 
 def _part_of(shape, kept):

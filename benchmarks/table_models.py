@@ -70,12 +70,12 @@ class Ours:
 class Encoded(Ours):
     """An estimator of this package behind a TableEncoder, which leaves numbers as they are.
 
-    Further ids of the rows are its groupings.
+    Further ids of the rows are its groupings, where it takes them.
     """
 
     def fit(self, X, y, groups):
         encoder, ids = TableEncoder(), further_ids(X)
-        if ids:
+        if ids and not (self.has_classes and y.max() > 1):  # groupings go with two classes
             self.estimator.set_params(groupings=ids)
             encoder = make_column_transformer(
                 (encoder, X.columns.drop(ids)),

@@ -223,6 +223,8 @@ def computed(cell, results, deadline):
     task = TASKS[cell.task]
     X, y, groups, times = rows_of(task)
     given = {}
+    if cell.method != "stacking":  # which takes dates as they are
+        X = more_tables.with_days(X)
     if cell.kind == "forecast":
         X, y, groups, times = in_order(X, y, groups, times)
     train, test = splits_of(cell.kind, groups, times)[cell.split]

@@ -50,7 +50,12 @@ from pfl_sklearn.theory._proportions import (
     beta_shrinkage,
     debiased_share_variance,
 )
-from pfl_sklearn.theory._streams import partial_sum_variance, received_mean_variance, stream_error
+from pfl_sklearn.theory._streams import (
+    oracle_stream_error,
+    partial_sum_variance,
+    received_mean_variance,
+    stream_error,
+)
 
 __all__ = [
     "RiskBound",
@@ -68,6 +73,7 @@ __all__ = [
     "mean_risk",
     "minimal_norm_solution",
     "mixture_mean_radius",
+    "oracle_stream_error",
     "own_weight",
     "partial_sum_variance",
     "personalization_threshold",

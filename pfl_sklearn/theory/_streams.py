@@ -118,6 +118,65 @@ def received_mean_variance(
     return float(data + release)
 
 
+def oracle_stream_error(
+    n_rows: Any,
+    noise_variance: float,
+    release_variance: float,
+    labels: Any,
+    *,
+    mechanism: str = "pm1",
+    weights: Any = "last",
+) -> float | Floats:
+    r"""Mean squared error of agents who know the classes, averaged over the agents.
+
+    .. math:: \frac{1}{M} \sum_{a=1}^M \Bigl( \frac{t}{\sigma^2}
+              + \sum_{b \in C_a \setminus a} \frac{1}{\mathrm{Var}\, T_{ba}} \Bigr)^{-1}
+
+    Every agent asks the next of the others at each step ("round robin") and weights its own mean
+    and what it got from its class by their inverse variances. The middle and right plot of Figure
+    1 of Yakimenka et al. (2024), who do not print the formula.
+
+    Parameters
+    ----------
+    n_rows : int or array-like of shape (n_times,)
+        Rows t of every agent, at least 1.
+    noise_variance, release_variance, mechanism, weights
+        As in :func:`received_mean_variance`; `noise_variance` is above 0.
+    labels : array-like of shape (n_agents,)
+        Class of every agent; agents ask one another in this order.
+
+    Returns
+    -------
+    float or ndarray
+        Of the shape of `n_rows`.
+
+    Examples
+    --------
+    Two agents of three are of one class. Without noise, each gets a mean of nearly as many rows:
+
+    >>> from pfl_sklearn.theory import oracle_stream_error
+    >>> round(oracle_stream_error(100, 0.25, 0.0, [0, 0, 1]), 6)
+    0.001669
+    """
+    check_numbers("finite and at least 1", n_rows=n_rows)
+    check_numbers("finite and above 0", noise_variance=noise_variance)
+    labels = np.asarray(labels)
+    # Row p of `same`: whether the agent whom each one asks as number p is of its class.
+    turned = [np.roll(labels, -shift) for shift in range(1, len(labels))]
+    same = np.array(turned, dtype=labels.dtype).reshape(-1, len(labels)) == labels
+    found = []
+    for t in np.atleast_1d(n_rows):
+        precision = np.full(len(labels), t / noise_variance)
+        for first, asked in enumerate(same[:t], 1):
+            times = np.arange(first, t + 1, len(same))
+            received = received_mean_variance(
+                times, noise_variance, release_variance, mechanism=mechanism, weights=weights
+            )
+            precision += asked / received
+        found.append(np.mean(1 / precision))
+    return np.array(found) if np.ndim(n_rows) else float(found[0])
+
+
 def _message_weights(weights, k):
     """Weights (k,) of the messages, given by name or as numbers."""
     if not isinstance(weights, str):

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from pfl_sklearn.privacy import gdp_delta
-from pfl_sklearn.theory import partial_sum_variance, received_mean_variance, stream_error
+from pfl_sklearn.theory import (
+    oracle_stream_error,
+    partial_sum_variance,
+    received_mean_variance,
+    stream_error,
+)
 from tests.helpers.oracles import read_oracle
 
 TABLE = read_oracle("colme_var_T_table")["rows"]
@@ -38,6 +43,29 @@ def test_error_of_agents_with_variances_of_their_own():
     assert stream_error(10, [4.0, 4.0, 9.0], [2, 2, 1]) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("mechanism", ["pm1", "pm2"])
+@pytest.mark.parametrize("weights", ["last", "mom", "wmom"])
+def test_errors_of_agents_who_know_the_classes(mechanism, weights):
+    """Of three random orders of the agents, to what other orders differ by."""
+    name = "PM1" if mechanism == "pm1" else "PM2_paper"
+    sizes, late = CURVES["M200"]["class_sizes"], slice(-3, None)
+    rng, t = np.random.default_rng(0), np.array(CURVES["t"])[late]
+    labels = [rng.permutation(np.repeat([0, 1, 2], sizes)) for _ in range(3)]
+    given = {"mechanism": mechanism, "weights": weights}
+    noise = CURVES[f"sigma2_dp_{name}"]
+    found = np.mean([oracle_stream_error(t, 0.25, noise, each, **given) for each in labels], axis=0)
+    expected = CURVES["M200"][f"{mechanism.upper()[0:2]}{mechanism[-1]}-{weights}"][late]
+    np.testing.assert_allclose(found, expected, rtol=0.01)
+
+
+def test_error_of_three_agents_by_hand():
+    """At 3 rows the first asked the second at 1 and 3, the second the first at 2."""
+    variances = [received_mean_variance([1, 3], 0.25, 9.0), received_mean_variance([2], 0.25, 9.0)]
+    expected = [*(1 / (3 / 0.25 + 1 / variance) for variance in variances), 0.25 / 3]
+    found = oracle_stream_error(3, 0.25, 9.0, [0, 0, 1])
+    assert found == pytest.approx(np.mean(expected), rel=1e-12)
+
+
 @pytest.mark.parametrize(("levels", "name"), [(1, "PM1"), (15, "PM2_paper")])
 def test_noise_on_partial_sums(levels, name):
     given = {"half_width": HALF_WIDTH, "epsilon": 1.0, "delta": 1e-6, "levels": levels}
@@ -57,6 +85,8 @@ def test_noise_on_partial_sums(levels, name):
         (lambda: received_mean_variance([1], 1.0, 1.0, mechanism="sqrt"), r"mechanism.*'sqrt'"),
         (lambda: received_mean_variance([1], 1.0, 1.0, weights="blue"), r"weights.*'blue'"),
         (lambda: received_mean_variance([1, 2], 1.0, 1.0, weights=[1.0]), r"weights .*\b2.*\(1,\)"),
+        (lambda: oracle_stream_error(0, 1.0, 1.0, [0, 0]), r"n_rows"),
+        (lambda: oracle_stream_error(2, 0.0, 1.0, [0, 0]), r"noise_variance"),
         (lambda: partial_sum_variance(1.0, 1.0, 1e-6, version="exact"), r"version.*'exact'"),
     ],
 )

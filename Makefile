@@ -1,6 +1,6 @@
 # make demo | test | test-slow | test-tables | test-other-kernels | test-without-torch |
-# test-boosting | lint | docs | bench | scale | spark; each sets up .venv first if it has to, spark
-# one of its own.
+# test-boosting | lint | docs | papers | bench | scale | spark; each sets up .venv first if it has
+# to, spark one of its own.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -12,7 +12,7 @@ INPUTS = setup.cfg pyproject.toml constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test test-slow test-tables test-other-kernels test-without-torch test-boosting lint \
-	docs bench scale spark clean
+	docs papers bench scale spark clean
 .DELETE_ON_ERROR:
 
 # One stamp per set of extras: make -s demo needs matplotlib only.
@@ -56,6 +56,11 @@ lint: $(VENV)/.test.stamp
 docs: $(VENV)/.docs.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
+
+# Figures of the papers beside those printed: docs/papers.rst. All of them, half an hour:
+# python benchmarks/papers/regenerate.py --all
+papers: $(VENV)/.test.stamp
+	$(BIN)/python benchmarks/papers/regenerate.py
 
 bench: $(VENV)/.bench.stamp
 	$(BIN)/python benchmarks/run.py

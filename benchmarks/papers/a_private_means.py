@@ -84,8 +84,8 @@ def draw(ax, found):
     for name, color in (("printed", "C1"), ("by clients", "C0"), ("by a server", "C2")):
         label = "by Theorem 2, as printed" if name == "printed" else f"by default, noise {name}"
         ax.plot(EPSILONS, 100 * np.array(each[name]), "o-", ms=4, color=color, label=label)
-    ax.set(xlabel="epsilon", ylabel="mean squared error x 100")
-    ax.legend(frameon=False, fontsize="small")
+    ax.set(xlabel="epsilon", ylabel="mean squared error x 100", ylim=(0, None))
+    ax.legend(frameon=False, fontsize="small", loc="lower left")
 
 
 PANEL = Panel(

@@ -61,6 +61,7 @@ html_copy_source = False
 html_theme_options = {
     "logo": {"text": "pfl-sklearn"},
     "navbar_end": ["theme-switcher"],
+    "header_links_before_dropdown": 6,  # all of them
     "navbar_persistent": ["search-button"],
     "footer_start": ["copyright"],
     "footer_end": [],

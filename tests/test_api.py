@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def test_the_api_page_lists_every_exported_name(package):
     names = {name: value for name, value in exported(package).items() if not is_module(value)}
     assert names
     assert [name for name, value in names.items() if id(value) not in rows] == []
+
+
+def test_a_table_of_the_api_page_has_at_most_ten_rows_and_no_name_twice():
+    tables = API_PAGE.read_text().split(".. autosummary::")[1:]
+    rows = [re.findall(r"^   (\w+)$", table, flags=re.MULTILINE) for table in tables]
+    assert {len(names) for names in rows} <= set(range(1, 11))
+    times = Counter(name for names in rows for name in names)
+    assert [name for name in times if times[name] > 1] == []
 
 
 def is_module(value):

@@ -21,7 +21,7 @@ extensions = [
     "docstrings",
 ]
 templates_path = ["_templates"]
-exclude_patterns = ["_build", "auto_examples/GALLERY_HEADER.rst"]
+exclude_patterns = ["_build", "auto_examples/**GALLERY_HEADER.rst"]
 default_role = "literal"
 nitpicky = False
 
@@ -37,6 +37,10 @@ sphinx_gallery_conf = {
     "gallery_dirs": "auto_examples",
     "filename_pattern": "/plot_",
     "ignore_pattern": r"^(?!plot_)",
+    "subsection_order": [
+        f"../examples/{folder}"
+        for folder in ("first_analyses", "further_analyses", "privacy", "networks")
+    ],
     "within_subsection_order": "FileNameSortKey",
     "doc_module": "pfl_sklearn",
     "backreferences_dir": "generated/backreferences",

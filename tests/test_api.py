@@ -133,7 +133,7 @@ def test_numbers_of_theorems_name_their_source():
     pages = [root / "README.md", *root.glob("docs/*.rst"), *root.glob("docs/user_guide/*.rst")]
     number = re.compile(r"(?:Theorem|Algorithm|Lemma|Remark|[Ee]quation)s? \(?\d")
     named = re.compile(r"ICLR| of (?:[A-Z]|\[\d)")
-    for path in [*pages, *root.glob("pfl_sklearn/**/*.py"), *root.glob("examples/*.py")]:
+    for path in [*pages, *root.glob("pfl_sklearn/**/*.py"), *root.glob("examples/**/*.py")]:
         if re.search("ppsgd|stream|online|collaborative", str(path.relative_to(root))):
             continue  # they are about one other paper, which has one version
         text = re.sub(r"\s+(?:# )?", " ", path.read_text(encoding="utf-8"))

@@ -74,4 +74,5 @@ html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": False,
 }
-html_sidebars = {"index": [], "api": []}
+# The first three have no pages below them; the names below the API are on its page.
+html_sidebars = {page: [] for page in ("index", "getting_started", "comparison", "api")}

@@ -21,7 +21,7 @@ extensions = [
     "docstrings",
 ]
 templates_path = ["_templates"]
-exclude_patterns = ["_build", "auto_examples/GALLERY_HEADER.rst"]
+exclude_patterns = ["_build", "auto_examples/**GALLERY_HEADER.rst"]
 default_role = "literal"
 nitpicky = False
 
@@ -37,6 +37,10 @@ sphinx_gallery_conf = {
     "gallery_dirs": "auto_examples",
     "filename_pattern": "/plot_",
     "ignore_pattern": r"^(?!plot_)",
+    "subsection_order": [
+        f"../examples/{folder}"
+        for folder in ("first_analyses", "further_analyses", "privacy", "networks")
+    ],
     "within_subsection_order": "FileNameSortKey",
     "doc_module": "pfl_sklearn",
     "backreferences_dir": "generated/backreferences",
@@ -61,6 +65,7 @@ html_copy_source = False
 html_theme_options = {
     "logo": {"text": "pfl-sklearn"},
     "navbar_end": ["theme-switcher"],
+    "header_links_before_dropdown": 6,  # all of them
     "navbar_persistent": ["search-button"],
     "footer_start": ["copyright"],
     "footer_end": [],
@@ -69,4 +74,5 @@ html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": False,
 }
-html_sidebars = {"index": [], "api": []}
+# The first three have no pages below them; the names below the API are on its page.
+html_sidebars = {page: [] for page in ("index", "getting_started", "comparison", "api")}

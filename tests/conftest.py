@@ -66,6 +66,7 @@ def pytest_collection():
 # Chapters of the user guide, and modules of the package, whose examples take seconds.
 SLOW_CHAPTERS = {"linear_models.rst", "neural_networks.rst", "ppsgd.rst", "privacy.rst"}
 SLOW_CHAPTERS |= {"groups.rst", "publishing.rst", "tables.rst", "workflow.rst"}
+SLOW_CHAPTERS |= {"getting_started.rst"}
 SLOW_EXAMPLES = ("pfl_sklearn/neural_network/*", "pfl_sklearn/compose/_stack/*")
 SLOW_EXAMPLES += ("pfl_sklearn/compose/_selector.py", "*/_accounting/_composition.py")
 FAST_EXAMPLE = "_adaped.py"  # of the neural networks

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def test_the_api_page_lists_every_exported_name(package):
     names = {name: value for name, value in exported(package).items() if not is_module(value)}
     assert names
     assert [name for name, value in names.items() if id(value) not in rows] == []
+
+
+def test_a_table_of_the_api_page_has_at_most_ten_rows_and_no_name_twice():
+    tables = API_PAGE.read_text().split(".. autosummary::")[1:]
+    rows = [re.findall(r"^   (\w+)$", table, flags=re.MULTILINE) for table in tables]
+    assert {len(names) for names in rows} <= set(range(1, 11))
+    times = Counter(name for names in rows for name in names)
+    assert [name for name in times if times[name] > 1] == []
 
 
 def is_module(value):
@@ -124,7 +133,7 @@ def test_numbers_of_theorems_name_their_source():
     pages = [root / "README.md", *root.glob("docs/*.rst"), *root.glob("docs/user_guide/*.rst")]
     number = re.compile(r"(?:Theorem|Algorithm|Lemma|Remark|[Ee]quation)s? \(?\d")
     named = re.compile(r"ICLR| of (?:[A-Z]|\[\d)")
-    for path in [*pages, *root.glob("pfl_sklearn/**/*.py"), *root.glob("examples/*.py")]:
+    for path in [*pages, *root.glob("pfl_sklearn/**/*.py"), *root.glob("examples/**/*.py")]:
         if re.search("ppsgd|stream|online|collaborative", str(path.relative_to(root))):
             continue  # they are about one other paper, which has one version
         text = re.sub(r"\s+(?:# )?", " ", path.read_text(encoding="utf-8"))

@@ -37,7 +37,7 @@ tables as they are printed, as the printed algorithms give them here, and as the
 Not everything can be regenerated. The tables of paper A on images stand in the :doc:`comparison on
 images <comparison>`, with subsets of FEMNIST and CIFAR-10. There are no figures for CIFAR-100 and
 Stack Overflow (B, 1b), whose data we do not have. :ref:`One example
-<sphx_glr_auto_examples_plot_ppsgd_synthetic.py>` has B's Figure 1a; its Figures 1c, 1d and 2 are
+<sphx_glr_auto_examples_privacy_plot_ppsgd_synthetic.py>` has B's Figure 1a; its Figures 1c, 1d and 2 are
 not computed.
 """
 ERRATA = """

@@ -104,7 +104,7 @@ for name in ("fine-tuned", "last layer"):
 # - *Label frequencies* change almost nothing. Everybody writes the same characters, and 14 images
 #   say little about their frequencies. If clients do differ in their labels, label frequencies
 #   bring most of the gain: see the :ref:`example on labels
-#   <sphx_glr_auto_examples_plot_label_skew.py>`.
+#   <sphx_glr_auto_examples_networks_plot_label_skew.py>`.
 # - *A last layer per writer* gains two points and has the best log loss: 47 writers gain, 17 lose.
 #   Most predictions stay the same, because a dozen images change the layer little.
 #

@@ -17,7 +17,7 @@ contribution is replaced by nothing (zero-out); delta is 1e-5.
 
 As in the paper, we pick the best of each grid by its score on held-out rows. *That choice is not
 protected*: the curves show what the best parameters achieve, without the cost of a private choice.
-For that cost, see :ref:`another example <sphx_glr_auto_examples_plot_choosing_epsilon.py>`.
+For that cost, see :ref:`another example <sphx_glr_auto_examples_privacy_plot_choosing_epsilon.py>`.
 
 The tables ``movielens_small_ratings.csv.gz``, ``insteval.csv.gz`` and ``femnist_206writers.npz``
 are read from the folder in ``PFL_SKLEARN_DATA``. Without them, the example distributes

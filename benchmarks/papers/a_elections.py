@@ -41,7 +41,7 @@ def rows(found):
 
     return [
         ["Less squared error than local", "10.7 ± 1.9 %", shown("equation 6"), shown("by default")],
-        ["with equation 32", "", shown("equation 32"), ""],
+        ["with equation 32 (ICLR)", "", shown("equation 32"), ""],
         ["with moments that leave the sampling variance out", "", "", shown("moments")],
         ["best weight for the held-out election", "", "", shown("best weight in hindsight")],
     ]  # fmt: skip

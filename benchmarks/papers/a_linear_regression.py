@@ -73,7 +73,7 @@ def why(found):
         "Which error is meant is not printed; here it is that of a new row, noise included. Local "
         "training is least squares of minimum norm and FedAvg one least-squares fit of all rows. "
         "The paper's gains are smaller, and its local training may have been stopped early or "
-        "penalized. As printed means gradient steps (Algorithm 2, long version) with the variances "
+        "penalized. As printed means gradient steps (Algorithm 4, ICLR) with the variances "
         "given, because its objective has no minimum in them."
     )
 

@@ -70,7 +70,7 @@ def rows(found):
 def why(found):
     return (
         "The text says that the private estimator recovers the personalized one where privacy is "
-        "low. The noise that Theorem 2 prints does not give that: at .8 its error is still "
+        "low. The noise of Theorem 2 (ICLR) does not give that: at .8 its error is still "
         f"{found['1a']['printed'][-1] / found['1a']['personalized']:.2f} times as large. By "
         "default means are cut to a ball and get the smallest sufficient noise. Where a server may "
         "be trusted with it, privacy costs next to nothing here."
@@ -82,7 +82,7 @@ def draw(ax, found):
     ax.axhline(100 * each["local"], color="0.5", label="local")
     ax.axhline(100 * each["personalized"], color="k", ls=":", label="without noise")
     for name, color in (("printed", "C1"), ("by clients", "C0"), ("by a server", "C2")):
-        label = "by Theorem 2, as printed" if name == "printed" else f"by default, noise {name}"
+        label = "as printed (Theorem 2, ICLR)" if name == "printed" else f"by default, noise {name}"
         ax.plot(EPSILONS, 100 * np.array(each[name]), "o-", ms=4, color=color, label=label)
     ax.set(xlabel="epsilon", ylabel="mean squared error x 100", ylim=(0, None))
     ax.legend(frameon=False, fontsize="small", loc="lower left")

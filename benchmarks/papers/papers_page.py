@@ -37,8 +37,8 @@ tables as they are printed, as the printed algorithms give them here, and as the
 Not everything can be regenerated. The tables of paper A on images stand in the :doc:`comparison on
 images <comparison>`, with subsets of FEMNIST and CIFAR-10. There are no figures for CIFAR-100 and
 Stack Overflow (B, 1b), whose data we do not have. :ref:`One example
-<sphx_glr_auto_examples_privacy_plot_ppsgd_synthetic.py>` has B's Figure 1a; its Figures 1c, 1d and 2 are
-not computed.
+<sphx_glr_auto_examples_privacy_plot_ppsgd_synthetic.py>` has B's Figure 1a; its Figures 1c, 1d and
+2 are not computed.
 """
 ERRATA = """
 Errata
@@ -58,7 +58,8 @@ parameter gives what is printed, if it can be used at all.
 """
 # Where, printed, sound, and the parameter that gives what is printed.
 FAULTS = [
-    ("A, Theorem 2.2", "noise (b / epsilon) sqrt(8 log(2 / delta)) on each of d coordinates",
+    ("A, Theorem 2, part 2 (ICLR)",
+     "noise (b / epsilon) sqrt(8 log(2 / delta)) on each of d coordinates",
      "a client's mean moves in all coordinates: sqrt(d) times as much, by the analytic Gaussian "
      "mechanism", "``local_noise_std(version=\"printed\")``"),
     ("A, range of a mean", "r + sd sqrt(log(m^2 n))", "sqrt(2 log(2 m^2 n)), or some client is cut",

@@ -54,8 +54,8 @@ def rows(found):
 
 def why(found):
     return (
-        "Within the printed standard deviations. Equation 6 (ICLR) takes the variance of the shares "
-        "for that of the prior; by default the sampling variance is left out, which gains "
+        "Within the printed standard deviations. Equation 6 (ICLR) takes the variance of the "
+        "shares for that of the prior; by default the sampling variance is left out, which gains "
         f"{found['normal']['default'][0] - found['normal']['as printed'][0]:.1f} points where "
         "clients are alike. GridPrior estimates any shape of the prior."
     )

@@ -1,7 +1,10 @@
 """Searches where many variances are unknown, which enter one set after the other."""
 
+import warnings
+
 import numpy as np
 import pytest
+from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn import PersonalizedLogisticRegression, PersonalizedPoissonRegression
 from pfl_sklearn.linear_model._mixed import _population_fit
@@ -57,3 +60,22 @@ def test_few_effects_are_searched(monkeypatch):
     PersonalizedPoissonRegression(random="all").fit(X, y, groups=groups)
     assert set(seen) <= {1, 2, 3, 4, N_FEATURES + 1}
     assert seen.count(N_FEATURES + 1) < len(seen) / 3
+
+
+def test_a_search_that_ends_early_says_so():
+    """Also where its last steps came near enough to ask which variances enter next."""
+    X, y, groups = rows_of(PersonalizedPoissonRegression, 0.6 * np.ones(N_FEATURES + 1))
+    model = PersonalizedPoissonRegression(random="all", max_iter=12)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(X, y, groups=groups)
+    assert any(issubclass(each.category, ConvergenceWarning) for each in caught)
+
+
+def test_no_variance_may_be_left():
+    """Counts that scatter less than those of a Poisson distribution: all variances end at 0."""
+    X, _, groups = rows_of(PersonalizedPoissonRegression, np.zeros(N_FEATURES + 1))
+    y = np.round(np.exp(2 + 0.3 * X[:, 0])).astype(int)
+    model = PersonalizedPoissonRegression(random="all").fit(X, y, groups=groups)
+    assert not np.any(model.prior_.covariance)
+    assert model.population_coef_[0] == pytest.approx(0.3, abs=0.02)

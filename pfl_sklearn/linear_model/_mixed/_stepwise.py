@@ -27,9 +27,12 @@ def maximize_stepwise(objective_with, full, max_iter, tol, begin=1.0):
     sizes, metric = np.zeros(n), np.eye(n_population + n)
     population, n_iter = np.zeros(n_population), 0
     # The one in which the likelihood of the pooled model rises most is the first to enter.
-    kept = np.arange(n) == np.argmin(_slopes_at_zero(full, population, sizes))
+    first = np.arange(n) == np.argmin(_slopes_at_zero(full, population, sizes))
+    kept = first
     tol_now = max(tol, _ROUGH_TOL)
     for _ in range(_MOST_ENTRIES):
+        if not kept.any():  # a search has one variance at least
+            kept = first
         sizes[kept & (sizes == 0)] = begin * _ENTRY
         at = np.append(np.ones(n_population, dtype=bool), kept)
         part = objective_with(_part_of(full.shape, kept))
@@ -56,7 +59,7 @@ def maximize_stepwise(objective_with, full, max_iter, tol, begin=1.0):
     point = np.append(population, sizes / full.unit)
     value = full(point)[0]  # from here on the modes are of all effects, too
     end = descent._replace(point=point, value=value, metric=metric, n_iter=n_iter)
-    return as_maximum(full, end, flat)
+    return as_maximum(full, end, flat and tol_now == tol and not entering.any())
 
 
 def _part_of(shape, kept):

@@ -448,7 +448,7 @@ def _with_error(value, standard_error):
 
 
 def _shown(value):
-    return f"{value:.4f}" if abs(value) < 1 else f"{value:.3f}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{4 if abs(value) < 1 else 3}f}"
 
 
 def readme_table(results):

@@ -75,4 +75,4 @@ html_theme_options = {
     "show_prev_next": False,
 }
 # The first three have no pages below them; the names below the API are on its page.
-html_sidebars = {page: [] for page in ("index", "getting_started", "comparison", "api")}
+html_sidebars = {page: [] for page in ("index", "getting_started", "comparison", "papers", "api")}

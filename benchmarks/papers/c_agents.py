@@ -63,7 +63,7 @@ def rows(found):
 
 
 def _epsilon(values):
-    return "none" if math.isinf(values["epsilon"]) else f"{values['epsilon']:.1f}"
+    return "inf" if math.isinf(values["epsilon"]) else f"{values['epsilon']:.1f}"
 
 
 def why(found):
@@ -72,7 +72,8 @@ def why(found):
         f"As printed, {best} is best at the end. Its epsilon of 1 holds against one recipient; in "
         "brackets is what the report states against all others together. By default every agent "
         "broadcasts one stream with that epsilon of 1 against everybody, and the classes are "
-        "estimated by a mixture rather than by tests. Errors of two runs; ideal .015."
+        "estimated by a mixture rather than by tests. Errors are means of two runs; "
+        "with all rows public they would be about .015."
     )
 
 

@@ -142,13 +142,9 @@ def maximize(objective, max_iter, tol, begin=1.0):
 
     `tol` is the largest gradient at the end, in nats per standard error.
     """
-    start, point = objective.start, objective.point(begin * objective.shape.start)
-    return as_maximum(objective, *lowest_point(objective, point, start.metric, max_iter, tol))
-
-
-def as_maximum(objective, descent, flat):
-    """MarginalMaximum at the end of a descent; `flat` says whether the search converged there."""
-    criterion = objective.criterion
+    criterion, start = objective.criterion, objective.start
+    point = objective.point(begin * objective.shape.start)
+    descent, flat = _lowest_point(objective, point, start.metric, max_iter, tol)
     # A variance of zero is reached in the limit; exactly zero it costs no more than rounding.
     small = (descent.point * objective.unit) ** 2 < _ZERO_SPREAD
     small[: objective.root.shape[1]] = False
@@ -215,7 +211,7 @@ class _Descent(NamedTuple):
     n_iter: int
 
 
-def lowest_point(objective, start, metric, max_iter, tol):
+def _lowest_point(objective, start, metric, max_iter, tol):
     """Last _Descent of quasi-Newton steps from a start, and whether the objective is flat there."""
     metric = np.eye(len(start)) if metric is None else metric
     value, slope = objective(start)

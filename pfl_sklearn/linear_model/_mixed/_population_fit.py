@@ -27,7 +27,6 @@ from pfl_sklearn.linear_model._mixed._marginal_maximum import (
     maximize,
     observed_root,
 )
-from pfl_sklearn.linear_model._mixed._stepwise import MANY_VARIANCES, maximize_stepwise
 from pfl_sklearn.linear_model._mixed._table import SharedStacks, varies_within_clients
 
 _MAX_POOLED_STEPS = 100  # separated data take about 30
@@ -343,18 +342,8 @@ class PopulationSearch(NamedTuple):
 
     def _maximum(self, n_points, start, tol, begin):
         """The MarginalMaximum of the criterion with so many points."""
-        dispersion = start_dispersion(self.table, start.family)
-        objective, max_iter = self._objective(n_points, start, dispersion), self.options.max_iter
-        many = self.shape.is_diagonal and len(self.shape.start) >= MANY_VARIANCES
-        if not many or dispersion is not None or start.metric is not None:
-            return maximize(objective, max_iter, tol, begin)
-
-        def objective_with(shape):
-            # The modes of the start are of all effects.
-            begun = start._replace(factor=self.scale * shape.matrix(shape.start), states=None)
-            return self._replace(shape=shape)._objective(n_points, begun, dispersion)
-
-        return maximize_stepwise(objective_with, objective, max_iter, tol, begin)
+        objective = self._objective(n_points, start, start_dispersion(self.table, start.family))
+        return maximize(objective, self.options.max_iter, tol, begin)
 
     def _objective(self, n_points, start, dispersion):
         """Objective with so many points; clients begin where those of `start` are."""

@@ -391,7 +391,9 @@ def _of_both(chances):
 
 def _all_ids(X, groups, ids):
     """Clients (n,), or clients and further ids (n, 1 + k)."""
-    return np.column_stack([groups.astype(str), X[ids].astype(str)]) if ids else groups
+    # A gap, which is no string, is a level of its own.
+    levels = X[ids].astype(object).fillna("missing").astype(str)
+    return np.column_stack([groups.astype(str), levels]) if ids else groups
 
 
 def _gp_model(levels, has_classes):

@@ -73,7 +73,7 @@ def why(found):
         "brackets is what the report states against all others together. By default every agent "
         "broadcasts one stream with that epsilon of 1 against everybody, and the classes are "
         "estimated by a mixture rather than by tests. Errors are means of two runs; "
-        "with all rows public they would be about .015."
+        "with all rows public .015 would be expected."
     )
 
 

@@ -40,7 +40,7 @@ def rows(found):
             name = f"{mechanism} {weights}"
             last = [found[n_agents][f"{name}, {v}"][-1] / alone for v in ("printed", "sound")]
             plain = f"PM-{'I' * int(mechanism[-1])}, {weights}"
-            what = f"{n_agents} agents, {plain}: error / local"
+            what = f"{n_agents} agents, {plain}: error / local at 30,000 steps"
             table.append([what, "curve only", *(f"{value:.3f}" for value in last)])
     return table
 

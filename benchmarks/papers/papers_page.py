@@ -20,8 +20,8 @@ INTRODUCTION = """.. Written by benchmarks/papers/regenerate.py.
 The papers, regenerated
 =======================
 
-Three papers describe the methods that this package began with. This page has their figures and
-tables as they are printed, as the printed algorithms give them here, and as the defaults do.
+Three papers describe the methods that this package began with. This page has figures and tables of
+theirs as they are printed, as the printed algorithms give them here, and as the defaults do.
 ``make papers`` computes the cheap panels anew and writes the page;
 ``benchmarks/papers/regenerate.py --all`` computes all of them.
 
@@ -37,8 +37,9 @@ tables as they are printed, as the printed algorithms give them here, and as the
 Not everything can be regenerated. The tables of paper A on images stand in the :doc:`comparison on
 images <comparison>`, with subsets of FEMNIST and CIFAR-10. There are no figures for CIFAR-100 and
 Stack Overflow (B, 1b), whose data we do not have. :ref:`One example
-<sphx_glr_auto_examples_privacy_plot_ppsgd_synthetic.py>` has B's Figure 1a; its Figures 1c, 1d and
-2 are not computed.
+<sphx_glr_auto_examples_privacy_plot_ppsgd_synthetic.py>` has B's Figure 1a and :ref:`another
+<sphx_glr_auto_examples_privacy_plot_ppsgd_tradeoff.py>` the trade-off of its Figure 2 on other
+tables; Figures 1c and 1d are not computed.
 """
 ERRATA = """
 Errata
@@ -68,9 +69,14 @@ FAULTS = [
      "the variance of the shares as that of the prior; in 32 no -1",
      "the sampling variance is subtracted; alpha + beta has a -1",
      "``BernoulliMean(method=\"printed\")``, ``\"printed_eq32\"``"),
+    ("A, equation 6 (ICLR)", "the centre of the others' shares written as mu_l", "mu_i: a slip of "
+     "the pen", "\\-"),
+    ("A, equation (10) (ICLR)", "(2 pi sigma)^(d/2)", "(2 pi sigma^2)^(d/2)", "\\-"),
+    ("A, Laplace prior", "m log(2 b)", "m d log(2 b)", "\\-"),
     ("A, Theorem 4 (ICLR)", "the prior's variance from one-bit messages",
      "they carry nothing on it: subset selection, or two bits",
-     "``BernoulliMean(mechanism=\"one_bit\")``"),
+     "``BernoulliMean(mechanism=\"one_bit\", method=\"printed\")``; ``\"printed_eq32\"`` has the "
+     "weight without -1 that the theorem prints"),
     ("A, Algorithm 3 (ICLR), 1 (long)", "k-means of the clients' estimates",
      "the marginal likelihood",
      "``GaussianMean(DiscretePrior(k), method=\"printed\")``"),
@@ -97,15 +103,16 @@ FAULTS = [
      "Poisson samples, or the accounting of fixed ones",
      "``sampling=\"fixed\"``, with the epsilon that holds"),
     ("B, Lemma 4.6", "the text: linear in epsilon", "its square, as in (10)",
-     "``personalization_threshold``"),
+     "``personalization_threshold(version=\"printed\")``"),
     ("C, Lemma 1", "the classic Gaussian mechanism at epsilon 1", "the analytic one",
-     "``CollaborativeMean(accounting=\"printed\")``"),
+     "``CollaborativeMean(mechanism=\"pm1\", accounting=\"printed\")``"),
     ("C, pairs", "noise of its own for every recipient", "epsilon holds against one recipient; "
      "one broadcast stream holds against all", "``mechanism=\"pm1\"``, ``\"pm2\"``"),
     ("C, PM-II", "epsilon and delta divided by 15 levels", "noise by the root of 15",
-     "``accounting=\"printed\"``"),
-    ("C, restricted schedule", "whom an agent asks depends on its mean", "it tells the mean",
-     "``schedule=\"restricted\"``"),
+     "``CollaborativeMean(mechanism=\"pm2\", accounting=\"printed\")``"),
+    ("C, restricted schedule", "whom an agent asks depends on its mean, which it so reveals",
+     "asking in turn, or one stream for everybody",
+     "``CollaborativeMean(mechanism=\"pm1\", schedule=\"restricted\")``"),
 ]  # fmt: skip
 INDEX = """
 Index of algorithms
@@ -121,19 +128,23 @@ Index of algorithms
 """
 ALGORITHMS = [
     ("A, Theorems 1 and 2 (ICLR)", "Gaussian means, also private and quantized",
-     "GaussianMean", "``epsilon=``, ``trust=\"local\"``; ``mechanism=\"quantizer\"``"),
+     "GaussianMean",
+     "``epsilon=``, ``clip_norm=``, ``trust=\"local\"``; ``mechanism=\"quantizer\"``, ``n_bits=``"),
     ("A, Theorems 3 and 4 (ICLR)", "proportions, also private", "BernoulliMean",
-     "``epsilon=``; ``mechanism=\"one_bit\"`` as printed"),
+     "``epsilon=``; as printed ``mechanism=\"one_bit\"``, ``method=\"printed\"``"),
     ("A, Algorithm 3 (ICLR), 1 (long)", "means of a discrete mixture", "GaussianMean",
      "``prior=DiscretePrior(k)``; ``method=\"printed\"``"),
     ("A, Algorithm 4 (ICLR), 2 (long)", "linear regression", "PersonalizedLinearRegression",
-     "``prior=GaussianPrior(covariance_type=\"spherical\")``; ``solver=\"gd\"`` as printed"),
+     "``prior=GaussianPrior(covariance_type=\"spherical\")``; as printed ``solver=\"gd\"``, "
+     "``noise_variance=``, and a known covariance"),
     ("A, Algorithm 5 (ICLR), 3 (long)", "logistic regression", "PersonalizedLogisticRegression",
      "``prior=GaussianPrior(covariance_type=\"spherical\")``"),
     ("A, Algorithm 6 (ICLR), 7 (long)", "regression with discrete points",
-     "PersonalizedLinearRegression", "``prior=DiscretePrior(k)``; ``method=\"printed\"``"),
+     "PersonalizedLinearRegression",
+     "``prior=DiscretePrior(k)``; as printed ``method=\"printed\"``, ``noise_variance=``"),
     ("A, Algorithm 1 (ICLR), 4 (long)", "AdaMix", "PersonalizedLinearRegression",
-     "``prior=GaussianMixturePrior(k)``; ``method=\"printed\"``; nets: ``AdaMixNetClassifier``"),
+     "``prior=GaussianMixturePrior(k)``; as printed ``method=\"printed\"``, ``noise_variance=``; "
+     "nets: ``AdaMixNetClassifier``"),
     ("A, Algorithm 2 (ICLR), 5 (long)", "AdaPeD", "AdaPeDClassifier",
      "``psi_min=.5`` (CIFAR: 1), ``psi_learning_rate=.03``, ``global_loss=0``, "
      "``personal_start=\"own\"`` as printed"),

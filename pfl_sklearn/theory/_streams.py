@@ -133,12 +133,13 @@ def oracle_stream_error(
               + \sum_{b \in C_a \setminus a} \frac{1}{\mathrm{Var}\, T_{ba}} \Bigr)^{-1}
 
     Every agent asks the next of the others at each step ("round robin") and weights its own mean
-    and what it got from its class by their inverse variances. The middle and right plot of Figure
+    and what it got from its class, but for agents that it has not yet asked, by their inverse
+    variances. The middle and right plot of Figure
     1 of Yakimenka et al. (2024), who do not print the formula.
 
     Parameters
     ----------
-    n_rows : int or array-like of shape (n_times,)
+    n_rows : int or array-like of ints of shape (n_times,)
         Rows t of every agent, at least 1.
     noise_variance, release_variance, mechanism, weights
         As in :func:`received_mean_variance`; `noise_variance` is above 0.
@@ -161,6 +162,8 @@ def oracle_stream_error(
     check_numbers("finite and at least 1", n_rows=n_rows)
     check_numbers("finite and above 0", noise_variance=noise_variance)
     labels = np.asarray(labels)
+    if labels.ndim != 1 or not len(labels):
+        raise ValueError(f"labels must be one class an agent; got shape {labels.shape}.")
     # Row p of `same`: whether the agent whom each one asks as number p is of its class.
     turned = [np.roll(labels, -shift) for shift in range(1, len(labels))]
     same = np.array(turned, dtype=labels.dtype).reshape(-1, len(labels)) == labels

@@ -87,6 +87,8 @@ def test_noise_on_partial_sums(levels, name):
         (lambda: received_mean_variance([1, 2], 1.0, 1.0, weights=[1.0]), r"weights .*\b2.*\(1,\)"),
         (lambda: oracle_stream_error(0, 1.0, 1.0, [0, 0]), r"n_rows"),
         (lambda: oracle_stream_error(2, 0.0, 1.0, [0, 0]), r"noise_variance"),
+        (lambda: oracle_stream_error(2, 1.0, 1.0, []), r"labels .* \(0,\)"),
+        (lambda: oracle_stream_error(2, 1.0, 1.0, "agents"), r"labels .* \(\)"),
         (lambda: partial_sum_variance(1.0, 1.0, 1e-6, version="exact"), r"version.*'exact'"),
     ],
 )

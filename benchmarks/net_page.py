@@ -10,10 +10,9 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+from net_fits import SMALLEST
 from net_regimes import DELTA, lemma_epsilon, noise_for
 from scipy.optimize import brentq
-
-SMALLEST = float(np.finfo(np.float32).eps)  # of probabilities, in log-losses
 
 PAGE = """\
 .. Written by benchmarks/compare_nets.py.

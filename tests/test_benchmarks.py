@@ -66,6 +66,14 @@ def compare_nets(regimes):
     return compare_nets
 
 
+@pytest.fixture
+def fits(regimes):
+    """Module of one fit."""
+    import net_fits
+
+    return net_fits
+
+
 def test_rows_of_a_client_are_divided(regimes):
     groups = np.random.default_rng(0).permutation(np.repeat([4, 5, 6], [300, 120, 30]))
     for n_train, trained, tested in (
@@ -126,7 +134,7 @@ def test_the_same_noise_by_the_papers_conversion(regimes, stated, expected):
     assert regimes.lemma_epsilon(noise, 20) == pytest.approx(expected, abs=0.005)
 
 
-def test_scores_are_those_of_scikit_learn(compare_nets, regimes):
+def test_scores_are_those_of_scikit_learn(fits, regimes):
     """Clients of unequal size, and labels that training had none of."""
     rng = np.random.default_rng(0)
     groups, y = rng.integers(0, 12, 300), rng.integers(0, 4, 300)
@@ -136,7 +144,7 @@ def test_scores_are_those_of_scikit_learn(compare_nets, regimes):
     model = SimpleNamespace(
         classes_=np.array([0, 2, 3]), predict_proba=lambda X, groups: probabilities[:, [0, 2, 3]]
     )
-    found = compare_nets.scores(model, regimes.Rows(np.zeros((300, 1)), y, groups))
+    found = fits.scores(model, regimes.Rows(np.zeros((300, 1)), y, groups))
     right = probabilities.argmax(axis=1) == y
     by_client = [right[groups == i].mean() for i in range(12)]
     assert found["accuracy"] == pytest.approx(np.mean(by_client), rel=1e-12)
@@ -148,7 +156,7 @@ def test_scores_are_those_of_scikit_learn(compare_nets, regimes):
     some = regimes.Rows(np.zeros((known.sum(), 1)), y[known], groups[known])
     model.predict_proba = lambda X, groups: probabilities[known][:, [0, 2, 3]]
     expected = log_loss(y[known], probabilities[known][:, [0, 2, 3]])
-    assert compare_nets.scores(model, some)["log_loss"] == pytest.approx(expected, rel=1e-9)
+    assert fits.scores(model, some)["log_loss"] == pytest.approx(expected, rel=1e-9)
 
 
 class Constant(BaseEstimator):
@@ -181,16 +189,16 @@ def test_clients_choose_what_is_right_more_often(regimes):
 
 
 @pytest.mark.slow
-def test_a_fit_in_parts_is_the_fit(compare_nets, regimes):
+def test_a_fit_in_parts_is_the_fit(fits, regimes):
     """Also of methods that share rounds, and where nets start in a round that depends on all."""
     clients = partial(regimes.some_classes, regimes.digits, 10, 3)
     names = "FedAvg", "FedAvg, fine-tuned", "AdaPeD, global start"
     settings = {"FedAvg": {}, names[1]: {"fine_tune_steps": 5}, names[2]: {}}
     whole = regimes.Regime("digits", clients, 20, 6, 0.3, 3, whole_field=True, settings=settings)
     for shared in (names[:2], names[2:]):
-        cells = [compare_nets.Cell("digits", m, settings[m], 1, False) for m in shared]
-        at_once = compare_nets.results_of(cells, whole)
-        in_parts = compare_nets.results_of(cells, whole._replace(n_looks=3))
+        cells = [fits.Cell("digits", m, settings[m], 1, False) for m in shared]
+        at_once = fits.results_of(cells, whole)
+        in_parts = fits.results_of(cells, whole._replace(n_looks=3))
         for one, parts in zip(at_once, in_parts, strict=True):
             assert parts["log_loss"] == one["log_loss"]
             assert [look["n_rounds"] for look in parts["curve"]] == [2, 4, 6]

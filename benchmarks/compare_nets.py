@@ -3,13 +3,19 @@
 A method has the settings of a paper, or it is tuned on its own grid with validation rows inside
 clients and one seed. Then it is fitted to all training rows with three seeds, which draw the
 clients, their rows and the net, and scored on test rows. Every fit is a cell, a line of the file of
-its clients in --output: a run that was stopped goes on where it was. Remove the lines of what has
-changed. Two workers with one thread each; the images come from PFL_SKLEARN_DATA.
+its clients in --output: a run that was stopped goes on where it was. Two workers with one thread
+each; the images come from PFL_SKLEARN_DATA.
+
+A line has a digest of the code that computed it (code_digest.py), and the page marks the methods
+whose digest is not that of the present code. --verify repeats one fit of each of them: if accuracy
+and log-loss are the same, all lines of the method get the present digest, else the next run
+computes them again. Remove the lines of a regime or a method whose numbers you change.
 
     python benchmarks/compare_nets.py --plan                         # cells and hours left
     python benchmarks/compare_nets.py --budget-minutes 60            # go on for an hour
     python benchmarks/compare_nets.py --only mnist-20 private-3.35   # some of the clients
     python benchmarks/compare_nets.py --quick                        # a check, in seconds
+    python benchmarks/compare_nets.py --verify --budget-minutes 20   # check older results
     python benchmarks/compare_nets.py --page docs/comparison.rst     # write what is complete
 """
 
@@ -28,12 +34,14 @@ import net_page
 import numpy as np
 import torch
 from cells import Results
+from code_digest import present_digest
 from net_fits import Cell, model_of, results_of, rounds_of
 from net_regimes import REGIMES, Regime, digits, some_classes
 from run import ONE_THREAD
 from sklearn.model_selection import ParameterGrid
 
 TUNING_SEED, SEEDS = 0, (1, 2, 3)
+SAME = 1e-6  # largest difference between figures of the same fit
 WORKERS = 2
 QUICK = {"digits": Regime("Digits", partial(some_classes, digits, 10, 3), 20, 30, 0.3)}
 QUICK_METHODS = "FedAvg", "FedAvg, sparse labels"
@@ -90,8 +98,13 @@ class Plan(NamedTuple):
         methods = self.methods_of(self.regimes[name])
         tuning = [cell for m in methods for cell in self.tuning_cells(name, m)]
         test = [cell for m in methods for cell in self.test_cells(name, m, found)]
-        cells = ([cell for cell in some if str(cell) not in found] for some in (tuning, test))
+        cells = ([cell for cell in some if is_missing(cell, found)] for some in (tuning, test))
         return next(filter(None, cells), [])
+
+
+def is_missing(cell, found):
+    """Whether a cell has no result, or one that the present code does not repeat."""
+    return str(cell) not in found or "differs" in found[str(cell)]
 
 
 def run_cells(cells, regime, results, deadline):
@@ -122,15 +135,75 @@ def run(plan, results, deadline):
             task = partial(run_cells, regime=regime, results=results, deadline=deadline)
             while (cells := plan.missing(name, results.of(name))) and time.time() < deadline:
                 _run_all(pool, task, cells)
+            if not cells:
+                drop_replaced(results, name, plan.methods_of(regime))
+
+
+def drop_replaced(results, name, methods):
+    """Remove older lines of methods that were computed again, perhaps with other settings."""
+    found = results.of(name).values()
+    kept = [each for each in found if not ("differs" in each and each["method"] in methods)]
+    if len(kept) < len(found):
+        results.replace(name, kept)
+
+
+def verify(plan, results, deadline):
+    """Repeat the first test fit of methods with results of other code, and keep what came out.
+
+    Nothing else may write to the same files meanwhile.
+    """
+    _begin_worker()
+    for name, regime in plan.regimes.items():
+        for cells in bundles_of(unverified(plan, name, results.of(name)), regime):
+            if time.time() > deadline:
+                return
+            for cell, again in zip(cells, results_of(cells, regime), strict=True):
+                settle(results, cell, again)
+
+
+def settle(results, cell, again):
+    """Say in all lines of a cell's method whether the cell's fit came out as before."""
+    found = results.of(cell.regime)
+    stored = found[str(cell)]
+    same = all(
+        math.isclose(again[key], stored[key], rel_tol=0, abs_tol=SAME)
+        for key in ("accuracy", "log_loss")
+    )
+    verdict = {"digest": present_digest()} if same else {"differs": True}
+    own = {key: line | verdict for key, line in found.items() if line["method"] == cell.method}
+    results.replace(cell.regime, (found | own).values())
+    figures = (
+        f"{each['accuracy']:.4f} and {each['log_loss']:.6f}, {each['cpu_seconds']:.0f} s"
+        for each in (stored, again)
+    )
+    print(f"{cell}: {'; again '.join(figures)}: {'same' if same else 'DIFFERS'}", flush=True)
+
+
+def unverified(plan, name, found):
+    """First test cells of a regime's methods whose results are of other code, and not refuted."""
+    cells = []
+    for method in plan.methods_of(plan.regimes[name]):
+        tests = plan.test_cells(name, method, found)
+        if tests and not any(is_missing(cell, found) for cell in tests):
+            digests = {found[str(cell)].get("digest") for cell in tests}
+            cells += tests[:1] if digests != {present_digest()} else []
+    return cells
+
+
+def bundles_of(cells, regime):
+    """Cells that share their rounds, together."""
+    bundles = {}
+    for cell in cells:
+        bundles.setdefault(str(rounds_of(cell, regime)), []).append(cell)
+    return list(bundles.values())
 
 
 def _run_all(pool, task, cells):
     """Run cells, the longest first."""
-    regime, bundles = task.keywords["regime"], {}
-    for cell in cells:
-        bundles.setdefault(str(rounds_of(cell, regime)), []).append(cell)
+    regime = task.keywords["regime"]
     cost = {name: method["cost"] for name, method in regime.methods.items()}
-    ordered = sorted(bundles.values(), key=lambda some: -sum(cost[cell.method] for cell in some))
+    bundles = bundles_of(cells, regime)
+    ordered = sorted(bundles, key=lambda some: -sum(cost[cell.method] for cell in some))
     for bundle, done in zip(ordered, pool.map(task, ordered), strict=True):
         for cell, each in zip(bundle, done, strict=False):  # nothing is done when it is late
             print(f"{cell}: {each['accuracy']:.4f}, {each['cpu_seconds']:.1f} s", flush=True)
@@ -141,9 +214,12 @@ def print_plan(plan, results):
     _begin_worker()
     total = 0.0
     for name in plan.regimes:
-        n_left, seconds = left_of(plan, name, results.of(name))
+        found = results.of(name)
+        n_left, seconds = left_of(plan, name, found)
         total += seconds / WORKERS
-        print(f"{name}: {n_left} fits, {seconds / WORKERS / 60:.0f} minutes", flush=True)
+        n_old = len(unverified(plan, name, found))
+        minutes = f"{seconds / WORKERS / 60:.0f} minutes"
+        print(f"{name}: {n_left} fits, {minutes}; {n_old} methods to verify", flush=True)
     print(f"all: {total / 3600:.1f} hours with {WORKERS} workers")
 
 
@@ -152,7 +228,7 @@ def left_of(plan, name, found):
     regime, n_left, total, unit = plan.regimes[name], 0, 0.0, None
     for method in plan.methods_of(regime):
         tuning, test = plan.tuning_cells(name, method), plan.test_cells(name, method, found)
-        done = [found[str(cell)] for cell in tuning + test if str(cell) in found]
+        done = [found[str(cell)] for cell in tuning + test if not is_missing(cell, found)]
         left = len(tuning) + len(plan.seeds_of(name, method)) - len(done)
         if left and not done:
             unit = unit or seconds_of_fit(name, regime)
@@ -204,6 +280,7 @@ def main():
         "--page", type=Path, help="write the page, its pictures and the guide's table"
     )
     parser.add_argument("--plan", action="store_true", help="print what is left to do")
+    parser.add_argument("--verify", action="store_true", help="repeat a fit of older results")
     parser.add_argument("--quick", action="store_true", help="a check on few rows")
     options = parser.parse_args()
     results = Results(Cell, options.output)
@@ -216,6 +293,8 @@ def main():
         print_plan(plan, results)
     elif options.page:
         write_page(plan.regimes, completed(plan, tested(plan, results)), options.page)
+    elif options.verify:
+        verify(plan, results, time.time() + 60 * options.budget_minutes)
     else:
         run(plan, results, time.time() + 60 * options.budget_minutes)
         print(net_page.page(plan.regimes, tested(plan, results)))

@@ -6,6 +6,7 @@ import time
 from typing import NamedTuple
 
 import numpy as np
+from code_digest import present_digest
 from net_regimes import noise_for, recipe
 
 from pfl_sklearn.model_selection import ClientShuffleSplit
@@ -135,7 +136,7 @@ def rows_of(cell, regime):
 def results_of(cells, regime):
     """What the files of cells that share their rounds say; a fit that diverged has accuracy 0."""
     train, test = rows_of(cells[0], regime)
-    common = {"n_train": len(train.y), "cpu_seconds": 0.0}
+    common = {"digest": present_digest(), "n_train": len(train.y), "cpu_seconds": 0.0}
     found = [{**cell._asdict(), **common, "curve": []} for cell in cells]
     method, began = regime.methods[cells[0].method], time.process_time()
     shares = "rounds" in method

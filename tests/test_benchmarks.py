@@ -277,6 +277,103 @@ def test_the_guide_quotes_the_comparison():
     assert not quoted - known
 
 
+def test_the_digest_is_of_what_code_does(fits, tmp_path):
+    """Not of what it says to readers, nor of the numbers of regimes."""
+    import code_digest
+
+    before = 'class A:\n    """Text."""\n    b = parameter(default=1, text="Text.")\n'
+    read = '# Other\nclass A:\n    """Other."""\n\n    b = parameter(default=1, text="Other.")\n'
+    changed = before.replace("default=1", "default=2")
+    regimes = "SIZES = 20, 60\ndef rows():\n    return 1\n"
+
+    def digest(folder, code, regimes):
+        for part in code_digest.CODE:
+            path = tmp_path / folder / (part if part.endswith(".py") else f"{part}/deep/_file.py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(regimes if path.name == "net_regimes.py" else code)
+        return code_digest.present_digest(tmp_path / folder)
+
+    expected = digest("before", before, regimes)
+    assert digest("read", read, regimes) == expected
+    assert digest("more", before, regimes.replace("60", "60, 100")) == expected
+    assert digest("changed", changed, regimes) != expected
+    assert digest("rows", before, regimes.replace("return 1", "return 2")) != expected
+    here = [code_digest.ROOT / part for part in code_digest.CODE]
+    assert all(path.exists() for path in here)
+
+
+def lines_of_methods(digest):
+    """Results of two methods in a test, two seeds each, one with a digest."""
+    figures = {"accuracy": 0.5, "log_loss": 1.0, "cpu_seconds": 2.0}
+    spread = {"accuracy_sd": 0.1, "worst_decile": 0.3, "setting": {}, "tuning": False}
+    common = {"regime": "some", **spread, **figures}
+    return [
+        {**common, "method": method, "seed": seed, **more}
+        for method, more in (("Local", {"digest": digest}), ("FedAvg", {}))
+        for seed in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize("shift", [1e-8, 1e-3])
+def test_results_are_verified_by_one_fit(compare_nets, fits, tmp_path, shift):
+    """A fit that comes out the same speaks for all of its method; else they are computed again."""
+    from code_digest import present_digest
+
+    regime = SimpleNamespace(
+        methods={"Local": {}, "FedAvg": {}}, settings={"Local": {}, "FedAvg": {}}, one_seed=()
+    )
+    plan = compare_nets.Plan({"some": regime}, seeds=(1, 2))
+    results = compare_nets.Results(fits.Cell, tmp_path)
+    for line in lines_of_methods(present_digest()):
+        results.add(line)
+    found = results.of("some")
+    (cell,) = compare_nets.unverified(plan, "some", found)
+    assert (cell.method, cell.seed) == ("FedAvg", 1)
+    again = found[str(cell)] | {"log_loss": 1.0 + shift}
+    compare_nets.settle(results, cell, again)
+    now, same = results.of("some"), shift < 1e-6
+    assert [line | {"digest": 0} for line in now.values() if "differs" not in line] == [
+        line | {"digest": 0} for line in found.values() if same or line["method"] == "Local"
+    ]
+    assert compare_nets.unverified(plan, "some", now) == []
+    missing = plan.missing("some", now)
+    assert [each.method for each in missing] == ([] if same else ["FedAvg"] * 2)
+    compare_nets.drop_replaced(results, "some", ["Local"])
+    assert len(results.of("some")) == 4
+    compare_nets.drop_replaced(results, "some", ["FedAvg"])
+    assert len(results.of("some")) == (4 if same else 2)
+
+
+def test_rows_of_earlier_code_are_marked(compare_nets, regimes):
+    from code_digest import present_digest
+
+    page = compare_nets.net_page
+    regime = regimes.REGIMES["mnist-20"]
+    lines = lines_of_methods(present_digest())
+    found = {
+        method: [each for each in lines if each["method"] == method]
+        for method in ("Local", "FedAvg")
+    }
+    for extra, mark in (({}, page.UNREPEATED), ({"differs": True}, page.REFUTED)):
+        found["FedAvg"][1] |= extra
+        table = page.table_of(regime, found)
+        assert '"Local", ' in table
+        assert f'"FedAvg {mark}", ' in table
+        assert f"\n{mark} {page.EARLIER[mark]}" in table
+        best = page.best({"some": regime}, {"some": found})
+        assert f'"Local 50.0", "50.0{mark}", "50.0", "Local 1.000"' in best
+        assert f"\n{mark} {page.EARLIER[mark]}" in best
+        text = page.page({"some": regime}, {"some": found})
+        assert "computed 1 of the 2 rows" in text
+        assert f"- {regime.title}" not in text
+    del found["Local"]
+    assert f"- {regime.title}" in page.page({"some": regime}, {"some": found})
+    present = [each | {"digest": present_digest()} for each in lines[:2]]
+    text = page.page({"some": regime}, {"some": {"Local": present}})
+    assert "All rows are results of the present code." in text
+    assert not set(page.EARLIER) & set(text)
+
+
 def test_settings_with_which_a_fit_diverges_give_way(compare_nets):
     """The second best setting of the grid takes over, also where another method follows."""
     methods = {"first": {"grid": {"rate": [1, 2, 3]}}, "second": {"tuned_as": "first"}}

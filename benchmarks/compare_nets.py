@@ -143,7 +143,7 @@ def drop_replaced(results, name, methods):
     """Remove older lines of methods that were computed again, perhaps with other settings."""
     found = results.of(name).values()
     kept = [each for each in found if not ("differs" in each and each["method"] in methods)]
-    if len(kept) < len(found):
+    if found:  # there is a file, also where none of these methods is compared
         results.replace(name, kept)
 
 

@@ -342,6 +342,9 @@ def test_results_are_verified_by_one_fit(compare_nets, fits, tmp_path, shift):
     assert len(results.of("some")) == 4
     compare_nets.drop_replaced(results, "some", ["FedAvg"])
     assert len(results.of("some")) == (4 if same else 2)
+    results.add(again | {"digest": "later"})
+    compare_nets.drop_replaced(results, "some", ["FedAvg"])
+    assert len((tmp_path / "some.jsonl").read_text().splitlines()) == (4 if same else 3)
 
 
 def test_rows_of_earlier_code_are_marked(compare_nets, regimes):

@@ -1,6 +1,7 @@
 """What benchmarks found of each cell, in files that a later run goes on from."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,16 @@ class Results(NamedTuple):
     def add(self, result):
         """Append a line, in one piece; the name of the file need not be in it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        first = self.cell._fields[0]
-        line = {field: value for field, value in result.items() if field != first}
-        with (self.folder / f"{result[first]}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        path = self.folder / f"{result[self.cell._fields[0]]}.jsonl"
+        with path.open("a", encoding="utf-8") as file:
+            file.write(self._line(result))
+
+    def replace(self, name, results):
+        """Write the file of a name anew, with these results alone."""
+        path, part = self.folder / f"{name}.jsonl", self.folder / f"{name}.part"
+        part.write_text("".join(map(self._line, results)), encoding="utf-8")
+        os.replace(part, path)  # all or nothing, should this process be stopped
+
+    def _line(self, result):
+        line = {key: value for key, value in result.items() if key != self.cell._fields[0]}
+        return json.dumps(line, separators=(",", ":")) + "\n"

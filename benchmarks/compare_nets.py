@@ -3,18 +3,23 @@
 A method has the settings of a paper, or it is tuned on its own grid with validation rows inside
 clients and one seed. Then it is fitted to all training rows with three seeds, which draw the
 clients, their rows and the net, and scored on test rows. Every fit is a cell, a line of the file of
-its clients in --output: a run that was stopped goes on where it was. Remove the lines of what has
-changed. Two workers with one thread each; the images come from PFL_SKLEARN_DATA.
+its clients in --output: a run that was stopped goes on where it was. Two workers with one thread
+each; the images come from PFL_SKLEARN_DATA.
+
+A line has a digest of the code that computed it (code_digest.py), and the page marks the methods
+whose digest is not that of the present code. --verify repeats one fit of each of them: if accuracy
+and log-loss are the same, all lines of the method get the present digest, else the next run
+computes them again. Remove the lines of a regime or a method whose numbers you change.
 
     python benchmarks/compare_nets.py --plan                         # cells and hours left
     python benchmarks/compare_nets.py --budget-minutes 60            # go on for an hour
     python benchmarks/compare_nets.py --only mnist-20 private-3.35   # some of the clients
     python benchmarks/compare_nets.py --quick                        # a check, in seconds
+    python benchmarks/compare_nets.py --verify --budget-minutes 20   # check older results
     python benchmarks/compare_nets.py --page docs/comparison.rst     # write what is complete
 """
 
 import argparse
-import copy
 import math
 import multiprocessing
 import os
@@ -29,37 +34,19 @@ import net_page
 import numpy as np
 import torch
 from cells import Results
-from net_page import SMALLEST
-from net_regimes import REGIMES, Regime, digits, noise_for, recipe, some_classes
+from code_digest import present_digest
+from net_fits import Cell, model_of, results_of, rounds_of
+from net_regimes import REGIMES, Regime, digits, some_classes
 from run import ONE_THREAD
 from sklearn.model_selection import ParameterGrid
 
-from pfl_sklearn.model_selection import ClientShuffleSplit
-
-_NOTHING = {"accuracy": 0.0, "accuracy_sd": 0.0, "worst_decile": 0.0, "log_loss": math.inf}
-_NO_ROUNDS = {"bytes_sent": np.zeros(0)}  # of a choice among two models
 TUNING_SEED, SEEDS = 0, (1, 2, 3)
-VALIDATION = 0.25
+SAME = 1e-6  # largest difference between figures of the same fit
 WORKERS = 2
 QUICK = {"digits": Regime("Digits", partial(some_classes, digits, 10, 3), 20, 30, 0.3)}
 QUICK_METHODS = "FedAvg", "FedAvg, sparse labels"
 
 # Cells --------------------------------------------------------------------------------------------
-
-
-class Cell(NamedTuple):
-    """One fit: of a method with a setting, to clients of a regime drawn with a seed."""
-
-    regime: str
-    method: str
-    setting: dict
-    seed: int
-    tuning: bool
-
-    def __str__(self):
-        setting = (f"{name}={value}" for name, value in sorted(self.setting.items()))
-        words = (self.regime, self.method, *setting, "tuning" if self.tuning else "test")
-        return " | ".join((*words, f"seed {self.seed}"))
 
 
 class Plan(NamedTuple):
@@ -111,155 +98,13 @@ class Plan(NamedTuple):
         methods = self.methods_of(self.regimes[name])
         tuning = [cell for m in methods for cell in self.tuning_cells(name, m)]
         test = [cell for m in methods for cell in self.test_cells(name, m, found)]
-        cells = ([cell for cell in some if str(cell) not in found] for some in (tuning, test))
+        cells = ([cell for cell in some if is_missing(cell, found)] for some in (tuning, test))
         return next(filter(None, cells), [])
 
 
-def rounds_of(cell, regime):
-    """What the rounds of a cell's fit depend on; cells that agree in it share them."""
-    method = regime.methods[cell.method]
-    setting = {k: v for k, v in cell.setting.items() if k not in method.get("after", ())}
-    return method.get("rounds", cell.method), sorted(setting.items()), cell.seed, cell.tuning
-
-
-def model_of(cell, regime, train):
-    """The model of a cell before its fit."""
-    method, noise = regime.methods[cell.method], {}
-    if "noise" in method:
-        multiplier = noise_for(regime.printed_epsilon, regime.n_rounds, regime.client_fraction)
-        noise = {method["noise"]: multiplier}
-    model = method["estimator"](
-        recipe(train.X, train.y, regime),
-        n_rounds=regime.n_rounds,
-        client_fraction=regime.client_fraction,
-        sampling="fixed" if regime.client_fraction < 1 else "poisson",
-        random_state=cell.seed,
-        local_steps=regime.local_steps,
-    )
-    given, prefix = {**method["fixed"], **cell.setting, **noise}, method.get("prefix", "")
-    return model.set_params(**{prefix + name: value for name, value in given.items()})
-
-
-def read_by(cell, regime, model, train):
-    """The model of a cell that begins where the rounds of another one's are."""
-    method = regime.methods[cell.method]
-    goes_on = copy.deepcopy(model).set_params(warm_start=True, n_rounds=model.n_rounds_)
-    goes_on.set_params(**{**method["fixed"], **cell.setting})
-    return goes_on.fit(train.X, train.y, groups=train.groups)
-
-
-class StopAt:
-    """Callback that ends a fit after a round; a warm start goes on as if there had been no end."""
-
-    def __init__(self, n_rounds):
-        self.left = n_rounds
-
-    def setup(self, estimator, context):
-        """The rounds are counted in ``on_fit_task_end``."""
-
-    def on_fit_task_begin(self, estimator, context):
-        """See ``setup``."""
-
-    def on_fit_task_end(self, estimator, context):
-        """Whether that was the last round."""
-        self.left -= context.task_name == "round"
-        return self.left <= 0
-
-    def teardown(self, estimator, context):
-        """See ``setup``."""
-
-
-def parts_of_fit(cell, regime, train):
-    """Rounds so far and the fitted model, which goes on, after each part of its rounds."""
-    model = model_of(cell, regime, train)
-    if regime.n_looks == 1:
-        yield regime.n_rounds, model.fit(train.X, train.y, groups=train.groups)
-        return
-    model.set_params(warm_start=True)
-    for k in range(regime.n_looks):
-        first, last = (j * regime.n_rounds // regime.n_looks for j in (k, k + 1))
-        model.set_callbacks(StopAt(last - first))
-        yield last, model.fit(train.X, train.y, groups=train.groups)
-
-
-def scores(model, rows):
-    """Accuracy over clients, and log-loss over rows.
-
-    A class that no training row had has probability 0.
-    """
-    probabilities = model.predict_proba(rows.X, groups=rows.groups)
-    right = model.classes_[probabilities.argmax(axis=1)] == rows.y
-    codes = np.unique(rows.groups, return_inverse=True)[1]
-    by_client = np.bincount(codes, right) / np.bincount(codes)
-    truth = (probabilities * (model.classes_ == rows.y[:, None])).sum(axis=1)
-    return {
-        "accuracy": by_client.mean(),
-        "accuracy_sd": by_client.std(),
-        "worst_decile": np.quantile(by_client, 0.1),
-        "log_loss": -np.log(np.clip(truth, SMALLEST, 1)).mean(),
-    }
-
-
-def rows_of(cell, regime):
-    """Rows to fit to, and rows to judge by: the test rows or, in tuning, some of the others."""
-    train, test = regime.rows(cell.seed)
-    if not cell.tuning:
-        return train, test
-    split = ClientShuffleSplit(1, test_size=VALIDATION, random_state=cell.seed)
-    rest, held = next(split.split(train.X, groups=train.groups))
-    return train.take(rest), train.take(held)
-
-
-def results_of(cells, regime):
-    """What the files of cells that share their rounds say; a fit that diverged has accuracy 0."""
-    train, test = rows_of(cells[0], regime)
-    common = {"n_train": len(train.y), "cpu_seconds": 0.0}
-    found = [{**cell._asdict(), **common, "curve": []} for cell in cells]
-    method, began = regime.methods[cells[0].method], time.process_time()
-    shares = "rounds" in method
-    plain = plain_cell(cells[0], method) if shares else cells[0]
-    try:
-        for n_rounds, model in parts_of_fit(plain, regime, train):
-            shared = time.process_time() - began
-            for cell, each in zip(cells, found, strict=True):
-                began = time.process_time()
-                if "error" not in each:
-                    each |= look_at(cell, regime, model, train, test)
-                    look = {name: each[name] for name in ("accuracy", "log_loss", "megabytes")}
-                    each["curve"].append({"n_rounds": n_rounds, **look})
-                each["cpu_seconds"] += shared + time.process_time() - began
-            began = time.process_time()
-    except ArithmeticError as error:
-        for each in found:
-            each |= {"error": str(error), **_NOTHING}
-    else:
-        if "noise" in method:
-            report = model.privacy_
-            found[0]["epsilon"] = {report.relation: report.epsilon, **dict(report.epsilon_under)}
-    return found
-
-
-def look_at(cell, regime, model, train, test):
-    """Scores of a cell at this point of its rounds, or of those that it shares.
-
-    Beside them are the megabytes that a client sent so far, on average.
-    """
-    n_clients = len(np.unique(train.groups))
-    sent = {
-        "megabytes": getattr(model, "history_", _NO_ROUNDS)["bytes_sent"].sum() / 1e6 / n_clients
-    }
-    try:
-        if "rounds" in regime.methods[cell.method]:
-            model = read_by(cell, regime, model, train)
-        return scores(model, test) | sent
-    except ArithmeticError as error:
-        return {"error": str(error), **_NOTHING, **sent}
-
-
-def plain_cell(cell, method):
-    """The cell of rounds that another one goes on from."""
-    setting = {k: v for k, v in cell.setting.items() if k not in method["after"]}
-    return cell._replace(method=method["rounds"], setting=setting)
+def is_missing(cell, found):
+    """Whether a cell has no result, or one that the present code does not repeat."""
+    return str(cell) not in found or "differs" in found[str(cell)]
 
 
 def run_cells(cells, regime, results, deadline):
@@ -290,15 +135,75 @@ def run(plan, results, deadline):
             task = partial(run_cells, regime=regime, results=results, deadline=deadline)
             while (cells := plan.missing(name, results.of(name))) and time.time() < deadline:
                 _run_all(pool, task, cells)
+            if not cells:
+                drop_replaced(results, name, plan.methods_of(regime))
+
+
+def drop_replaced(results, name, methods):
+    """Remove older lines of methods that were computed again, perhaps with other settings."""
+    found = results.of(name).values()
+    kept = [each for each in found if not ("differs" in each and each["method"] in methods)]
+    if found:  # there is a file, also where none of these methods is compared
+        results.replace(name, kept)
+
+
+def verify(plan, results, deadline):
+    """Repeat the first test fit of methods with results of other code, and keep what came out.
+
+    Nothing else may write to the same files meanwhile.
+    """
+    _begin_worker()
+    for name, regime in plan.regimes.items():
+        for cells in bundles_of(unverified(plan, name, results.of(name)), regime):
+            if time.time() > deadline:
+                return
+            for cell, again in zip(cells, results_of(cells, regime), strict=True):
+                settle(results, cell, again)
+
+
+def settle(results, cell, again):
+    """Say in all lines of a cell's method whether the cell's fit came out as before."""
+    found = results.of(cell.regime)
+    stored = found[str(cell)]
+    same = all(
+        math.isclose(again[key], stored[key], rel_tol=0, abs_tol=SAME)
+        for key in ("accuracy", "log_loss")
+    )
+    verdict = {"digest": present_digest()} if same else {"differs": True}
+    own = {key: line | verdict for key, line in found.items() if line["method"] == cell.method}
+    results.replace(cell.regime, (found | own).values())
+    figures = (
+        f"{each['accuracy']:.4f} and {each['log_loss']:.6f}, {each['cpu_seconds']:.0f} s"
+        for each in (stored, again)
+    )
+    print(f"{cell}: {'; again '.join(figures)}: {'same' if same else 'DIFFERS'}", flush=True)
+
+
+def unverified(plan, name, found):
+    """First test cells of a regime's methods whose results are of other code, and not refuted."""
+    cells = []
+    for method in plan.methods_of(plan.regimes[name]):
+        tests = plan.test_cells(name, method, found)
+        if tests and not any(is_missing(cell, found) for cell in tests):
+            digests = {found[str(cell)].get("digest") for cell in tests}
+            cells += tests[:1] if digests != {present_digest()} else []
+    return cells
+
+
+def bundles_of(cells, regime):
+    """Cells that share their rounds, together."""
+    bundles = {}
+    for cell in cells:
+        bundles.setdefault(str(rounds_of(cell, regime)), []).append(cell)
+    return list(bundles.values())
 
 
 def _run_all(pool, task, cells):
     """Run cells, the longest first."""
-    regime, bundles = task.keywords["regime"], {}
-    for cell in cells:
-        bundles.setdefault(str(rounds_of(cell, regime)), []).append(cell)
+    regime = task.keywords["regime"]
     cost = {name: method["cost"] for name, method in regime.methods.items()}
-    ordered = sorted(bundles.values(), key=lambda some: -sum(cost[cell.method] for cell in some))
+    bundles = bundles_of(cells, regime)
+    ordered = sorted(bundles, key=lambda some: -sum(cost[cell.method] for cell in some))
     for bundle, done in zip(ordered, pool.map(task, ordered), strict=True):
         for cell, each in zip(bundle, done, strict=False):  # nothing is done when it is late
             print(f"{cell}: {each['accuracy']:.4f}, {each['cpu_seconds']:.1f} s", flush=True)
@@ -309,9 +214,12 @@ def print_plan(plan, results):
     _begin_worker()
     total = 0.0
     for name in plan.regimes:
-        n_left, seconds = left_of(plan, name, results.of(name))
+        found = results.of(name)
+        n_left, seconds = left_of(plan, name, found)
         total += seconds / WORKERS
-        print(f"{name}: {n_left} fits, {seconds / WORKERS / 60:.0f} minutes", flush=True)
+        n_old = len(unverified(plan, name, found))
+        minutes = f"{seconds / WORKERS / 60:.0f} minutes"
+        print(f"{name}: {n_left} fits, {minutes}; {n_old} methods to verify", flush=True)
     print(f"all: {total / 3600:.1f} hours with {WORKERS} workers")
 
 
@@ -320,7 +228,7 @@ def left_of(plan, name, found):
     regime, n_left, total, unit = plan.regimes[name], 0, 0.0, None
     for method in plan.methods_of(regime):
         tuning, test = plan.tuning_cells(name, method), plan.test_cells(name, method, found)
-        done = [found[str(cell)] for cell in tuning + test if str(cell) in found]
+        done = [found[str(cell)] for cell in tuning + test if not is_missing(cell, found)]
         left = len(tuning) + len(plan.seeds_of(name, method)) - len(done)
         if left and not done:
             unit = unit or seconds_of_fit(name, regime)
@@ -372,6 +280,7 @@ def main():
         "--page", type=Path, help="write the page, its pictures and the guide's table"
     )
     parser.add_argument("--plan", action="store_true", help="print what is left to do")
+    parser.add_argument("--verify", action="store_true", help="repeat a fit of older results")
     parser.add_argument("--quick", action="store_true", help="a check on few rows")
     options = parser.parse_args()
     results = Results(Cell, options.output)
@@ -384,6 +293,8 @@ def main():
         print_plan(plan, results)
     elif options.page:
         write_page(plan.regimes, completed(plan, tested(plan, results)), options.page)
+    elif options.verify:
+        verify(plan, results, time.time() + 60 * options.budget_minutes)
     else:
         run(plan, results, time.time() + 60 * options.budget_minutes)
         print(net_page.page(plan.regimes, tested(plan, results)))

@@ -10,10 +10,10 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+from code_digest import present_digest
+from net_fits import SMALLEST
 from net_regimes import DELTA, lemma_epsilon, noise_for
 from scipy.optimize import brentq
-
-SMALLEST = float(np.finfo(np.float32).eps)  # of probabilities, in log-losses
 
 PAGE = """\
 .. Written by benchmarks/compare_nets.py.
@@ -27,8 +27,9 @@ nothing is tuned: methods run with a fixed budget and fixed settings, either tho
 paper ("paper's budget", where an asterisk marks methods with one seed), or, for clients with
 Dirichlet(0.1) labels, 600 and 2,000 steps with a plain network and pixels from -1 to 1. The
 others are *short fits* of 150 rounds in which a tenth of the clients takes ten steps, a small
-budget for every method. Each method is tuned on its own grid with validation rows of the clients
-and one seed, and then fitted to all training rows with seeds that draw the clients, their rows
+budget for every method, and fits with noise, of 20 rounds in which every client takes ten steps.
+There, each method is tuned on its own grid with validation rows of the clients and one seed, and
+then fitted to all training rows with seeds that draw the clients, their rows
 and the network. :ref:`which_method` draws conclusions.
 
 .. image:: _static/net_methods.png
@@ -43,8 +44,8 @@ nothing.
    :alt: Accuracy against the steps of a client and against the megabytes that it sends
    :width: 100%
 
-A step is one gradient on one batch, or the method's equivalent: AdaPeD, QuPeD, FML, Ditto and
-APFL train two networks, pFedMe takes three gradients in a step, and Per-FedAvg two. "FedAvg,
+A step is one gradient on one batch, or the method's equivalent: AdaPeD, QuPeD, FML, Ditto, APFL
+and FedEM train two networks, pFedMe takes three gradients in a step, and Per-FedAvg two. "FedAvg,
 fine-tuned" has `fine_tune_steps` after the rounds, and "heads" a `head`. "Sparse labels" means
 ``label_prior="client"``, and "Dirichlet labels" ``label_prior=DirichletPrior()``. "AdaPeD, global
 start" is the default of :class:`~pfl_sklearn.neural_network.AdaPeDClassifier`, except in short
@@ -56,8 +57,32 @@ clients" is its standard deviation over clients, and "lowest tenth" the accuracy
 clients exceed. Log loss is over test rows, with probabilities of at least {smallest:.1e}. Times
 are CPU seconds of one fit; machine speeds differ by a factor of two to three, so compare them
 roughly. The fits of the tables took {hours:.1f} CPU hours, without tuning.
-"""
 
+Where a share of the clients takes part, every round has the same number of them, drawn at random
+(``sampling="fixed"``); by default, fits draw each client independently. A fit has the accuracy of
+its last round, not a mean over rounds. {scatter}
+
+{versions}
+"""
+SCATTER = """\
+Fits of a method with several seeds differ: the standard
+deviation over seeds is {median:.1f} points in the median row, {tenth:.1f} points or more in a tenth
+of the rows, and at most {largest:.1f} ({where}).
+Smaller differences between methods say little."""
+VERSIONS = """\
+The present code computed {n_present} of the {n_rows} rows, or repeated one fit of a row with the
+same accuracy and log loss. The others are results of earlier code. {unrepeated} marks rows of which
+no fit has been repeated, {refuted} those of which a repeated fit had other figures. The pictures do
+not have these marks."""
+ALL_EARLIER = """
+
+All rows of these tables are results of earlier code:
+"""
+UNREPEATED, REFUTED = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
+EARLIER = {
+    UNREPEATED: "Computed by earlier code, and not repeated with the present code.",
+    REFUTED: "Computed by earlier code; a fit that was repeated had other figures.",
+}
 PRIVACY = """\
 Where there is noise, its size is that for which the paper's Theorem 5 (ICLR) would state the
 epsilon of the title after 20 rounds of all clients, at a delta of 1e-5 (our choice, as the paper
@@ -93,7 +118,13 @@ def table_of(regime, by_method):
             figure = regime.paper.get(method)
             cell.append("" if figure is None else _percent(*figure))
         lines.append("   " + ", ".join(f'"{value}"' for value in cell))
-    lines += ["", *_epsilons(by_method), *_as_printed(regime), *_differences(regime, by_method)]
+    lines += [
+        "",
+        *_notes_on_versions(by_method),
+        *_epsilons(by_method),
+        *_as_printed(regime),
+        *_differences(regime, by_method),
+    ]
     return "\n".join(lines)
 
 
@@ -119,7 +150,54 @@ def _percent(mean, sd):
 
 
 def _marked(method, cells):
-    return method if len(cells) > 1 else f"{method} \\*"
+    one_seed = "\\*" if len(cells) == 1 else ""
+    return " ".join(filter(None, (method, one_seed, version_mark(cells))))
+
+
+def version_mark(cells):
+    """Mark of a row whose fits are not all of the present code, by whether one was repeated."""
+    if any("differs" in cell for cell in cells):
+        return REFUTED
+    return "" if all(cell.get("digest") == present_digest() for cell in cells) else UNREPEATED
+
+
+def _notes_on_versions(by_method):
+    """Sentences on the marks of a table, each with an empty line after it."""
+    marks = {version_mark(cells) for cells in by_method.values()}
+    return [
+        line for mark, note in EARLIER.items() if mark in marks for line in (f"{mark} {note}", "")
+    ]
+
+
+def _versions(regimes, found):
+    """Paragraph on which rows are of the present code, and tables that have none."""
+    marks = {name: [version_mark(cells) for cells in found[name].values()] for name in found}
+    rows = [mark for some in marks.values() for mark in some]
+    if not any(rows):
+        return "All rows are results of the present code."
+    counts = {"n_present": rows.count(""), "n_rows": len(rows)}
+    text = VERSIONS.format(unrepeated=UNREPEATED, refuted=REFUTED, **counts)
+    old = [f"- {titled(regimes[name])}" for name, some in marks.items() if all(some)]
+    return "\n".join([text + ALL_EARLIER, *old]) if old else text
+
+
+def _scatter(regimes, found):
+    """Sentences on standard deviations over seeds, in points; none without several seeds."""
+    deviations = {
+        f"{method}, {titled(regimes[name])}": 100 * np.std([cell["accuracy"] for cell in cells])
+        for name, by_method in found.items()
+        for method, cells in by_method.items()
+        if len(cells) > 1
+    }
+    if not deviations:
+        return ""
+    values = [*deviations.values()]
+    return SCATTER.format(
+        median=np.median(values),
+        tenth=np.quantile(values, 0.9),
+        largest=max(values),
+        where=max(deviations, key=deviations.get),
+    )
 
 
 def _short(value):
@@ -175,7 +253,12 @@ def page(regimes, found):
     parts = [table_of(regimes[name], found[name]) for name in names]
     cells = (cell for some in found.values() for cells in some.values() for cell in cells)
     hours = sum(cell["cpu_seconds"] for cell in cells) / 3600
-    text = PAGE.format(smallest=SMALLEST, hours=hours)
+    text = PAGE.format(
+        smallest=SMALLEST,
+        hours=hours,
+        scatter=_scatter(regimes, found),
+        versions=_versions(regimes, found),
+    )
     return "\n".join([text, *[PRIVACY] * private, *parts])
 
 
@@ -187,7 +270,8 @@ def best(regimes, found):
     for name, by_method in found.items():
         row = titled(regimes[name]), *_best_of(by_method)
         lines.append("   " + ", ".join(f'"{value}"' for value in row))
-    return "\n".join([*lines, ""])
+    marks = [mark for mark in EARLIER if any(mark in line for line in lines)]
+    return "\n".join([*lines, "", *(f"{mark} {EARLIER[mark]}\n" for mark in marks)])
 
 
 def _best_of(by_method):
@@ -201,11 +285,12 @@ def _best_of(by_method):
     ranked = sorted(accuracy, key=lambda method: -round(accuracy[method], 1))
     floor = accuracy[ranked[0]] - seeds[ranked[0]].std()
     figures = {f"{accuracy[m]:.1f}": m for m in reversed(ranked) if accuracy[m] >= floor}
-    close = [f"{method} {figure}" for figure, method in list(figures.items())[:-4:-1]]
-    common = accuracy.get("FedAvg", accuracy.get("DP-FedAvg"))
+    marks = {method: version_mark(cells) for method, cells in by_method.items()}
+    close = [f"{m} {figure}{marks[m]}" for figure, m in list(figures.items())[:-4:-1]]
+    common = "FedAvg" if "FedAvg" in accuracy else "DP-FedAvg"
+    alone = (f"{accuracy[m]:.1f}{marks[m]}" for m in (common, "Local"))
     sharpest = min(loss, key=loss.get)
-    last = f"{sharpest} {loss[sharpest]:.3f}"
-    return "; ".join(close), f"{common:.1f}", f"{accuracy['Local']:.1f}", last
+    return "; ".join(close), *alone, f"{sharpest} {loss[sharpest]:.3f}{marks[sharpest]}"
 
 
 # Pictures -----------------------------------------------------------------------------------------

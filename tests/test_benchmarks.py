@@ -66,6 +66,14 @@ def compare_nets(regimes):
     return compare_nets
 
 
+@pytest.fixture
+def fits(regimes):
+    """Module of one fit."""
+    import net_fits
+
+    return net_fits
+
+
 def test_rows_of_a_client_are_divided(regimes):
     groups = np.random.default_rng(0).permutation(np.repeat([4, 5, 6], [300, 120, 30]))
     for n_train, trained, tested in (
@@ -126,7 +134,7 @@ def test_the_same_noise_by_the_papers_conversion(regimes, stated, expected):
     assert regimes.lemma_epsilon(noise, 20) == pytest.approx(expected, abs=0.005)
 
 
-def test_scores_are_those_of_scikit_learn(compare_nets, regimes):
+def test_scores_are_those_of_scikit_learn(fits, regimes):
     """Clients of unequal size, and labels that training had none of."""
     rng = np.random.default_rng(0)
     groups, y = rng.integers(0, 12, 300), rng.integers(0, 4, 300)
@@ -136,7 +144,7 @@ def test_scores_are_those_of_scikit_learn(compare_nets, regimes):
     model = SimpleNamespace(
         classes_=np.array([0, 2, 3]), predict_proba=lambda X, groups: probabilities[:, [0, 2, 3]]
     )
-    found = compare_nets.scores(model, regimes.Rows(np.zeros((300, 1)), y, groups))
+    found = fits.scores(model, regimes.Rows(np.zeros((300, 1)), y, groups))
     right = probabilities.argmax(axis=1) == y
     by_client = [right[groups == i].mean() for i in range(12)]
     assert found["accuracy"] == pytest.approx(np.mean(by_client), rel=1e-12)
@@ -148,7 +156,7 @@ def test_scores_are_those_of_scikit_learn(compare_nets, regimes):
     some = regimes.Rows(np.zeros((known.sum(), 1)), y[known], groups[known])
     model.predict_proba = lambda X, groups: probabilities[known][:, [0, 2, 3]]
     expected = log_loss(y[known], probabilities[known][:, [0, 2, 3]])
-    assert compare_nets.scores(model, some)["log_loss"] == pytest.approx(expected, rel=1e-9)
+    assert fits.scores(model, some)["log_loss"] == pytest.approx(expected, rel=1e-9)
 
 
 class Constant(BaseEstimator):
@@ -181,16 +189,16 @@ def test_clients_choose_what_is_right_more_often(regimes):
 
 
 @pytest.mark.slow
-def test_a_fit_in_parts_is_the_fit(compare_nets, regimes):
+def test_a_fit_in_parts_is_the_fit(fits, regimes):
     """Also of methods that share rounds, and where nets start in a round that depends on all."""
     clients = partial(regimes.some_classes, regimes.digits, 10, 3)
     names = "FedAvg", "FedAvg, fine-tuned", "AdaPeD, global start"
     settings = {"FedAvg": {}, names[1]: {"fine_tune_steps": 5}, names[2]: {}}
     whole = regimes.Regime("digits", clients, 20, 6, 0.3, 3, whole_field=True, settings=settings)
     for shared in (names[:2], names[2:]):
-        cells = [compare_nets.Cell("digits", m, settings[m], 1, False) for m in shared]
-        at_once = compare_nets.results_of(cells, whole)
-        in_parts = compare_nets.results_of(cells, whole._replace(n_looks=3))
+        cells = [fits.Cell("digits", m, settings[m], 1, False) for m in shared]
+        at_once = fits.results_of(cells, whole)
+        in_parts = fits.results_of(cells, whole._replace(n_looks=3))
         for one, parts in zip(at_once, in_parts, strict=True):
             assert parts["log_loss"] == one["log_loss"]
             assert [look["n_rounds"] for look in parts["curve"]] == [2, 4, 6]
@@ -267,6 +275,106 @@ def test_the_guide_quotes_the_comparison():
     known = set(re.findall(r"\d+\.\d+", (docs / "comparison.rst").read_text(encoding="utf-8")))
     assert len(quoted) > 50
     assert not quoted - known
+
+
+def test_the_digest_is_of_what_code_does(fits, tmp_path):
+    """Not of what it says to readers, nor of the numbers of regimes."""
+    import code_digest
+
+    before = 'class A:\n    """Text."""\n    b = parameter(default=1, text="Text.")\n'
+    read = '# Other\nclass A:\n    """Other."""\n\n    b = parameter(default=1, text="Other.")\n'
+    changed = before.replace("default=1", "default=2")
+    regimes = "SIZES = 20, 60\ndef rows():\n    return 1\n"
+
+    def digest(folder, code, regimes):
+        for part in code_digest.CODE:
+            path = tmp_path / folder / (part if part.endswith(".py") else f"{part}/deep/_file.py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(regimes if path.name == "net_regimes.py" else code)
+        return code_digest.present_digest(tmp_path / folder)
+
+    expected = digest("before", before, regimes)
+    assert digest("read", read, regimes) == expected
+    assert digest("more", before, regimes.replace("60", "60, 100")) == expected
+    assert digest("changed", changed, regimes) != expected
+    assert digest("rows", before, regimes.replace("return 1", "return 2")) != expected
+    here = [code_digest.ROOT / part for part in code_digest.CODE]
+    assert all(path.exists() for path in here)
+
+
+def lines_of_methods(digest):
+    """Results of two methods in a test, two seeds each, one with a digest."""
+    figures = {"accuracy": 0.5, "log_loss": 1.0, "cpu_seconds": 2.0}
+    spread = {"accuracy_sd": 0.1, "worst_decile": 0.3, "setting": {}, "tuning": False}
+    common = {"regime": "some", **spread, **figures}
+    return [
+        {**common, "method": method, "seed": seed, **more}
+        for method, more in (("Local", {"digest": digest}), ("FedAvg", {}))
+        for seed in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize("shift", [1e-8, 1e-3])
+def test_results_are_verified_by_one_fit(compare_nets, fits, tmp_path, shift):
+    """A fit that comes out the same speaks for all of its method; else they are computed again."""
+    from code_digest import present_digest
+
+    regime = SimpleNamespace(
+        methods={"Local": {}, "FedAvg": {}}, settings={"Local": {}, "FedAvg": {}}, one_seed=()
+    )
+    plan = compare_nets.Plan({"some": regime}, seeds=(1, 2))
+    results = compare_nets.Results(fits.Cell, tmp_path)
+    for line in lines_of_methods(present_digest()):
+        results.add(line)
+    found = results.of("some")
+    (cell,) = compare_nets.unverified(plan, "some", found)
+    assert (cell.method, cell.seed) == ("FedAvg", 1)
+    again = found[str(cell)] | {"log_loss": 1.0 + shift}
+    compare_nets.settle(results, cell, again)
+    now, same = results.of("some"), shift < 1e-6
+    assert [line | {"digest": 0} for line in now.values() if "differs" not in line] == [
+        line | {"digest": 0} for line in found.values() if same or line["method"] == "Local"
+    ]
+    assert compare_nets.unverified(plan, "some", now) == []
+    missing = plan.missing("some", now)
+    assert [each.method for each in missing] == ([] if same else ["FedAvg"] * 2)
+    compare_nets.drop_replaced(results, "some", ["Local"])
+    assert len(results.of("some")) == 4
+    compare_nets.drop_replaced(results, "some", ["FedAvg"])
+    assert len(results.of("some")) == (4 if same else 2)
+    results.add(again | {"digest": "later"})
+    compare_nets.drop_replaced(results, "some", ["FedAvg"])
+    assert len((tmp_path / "some.jsonl").read_text().splitlines()) == (4 if same else 3)
+
+
+def test_rows_of_earlier_code_are_marked(compare_nets, regimes):
+    from code_digest import present_digest
+
+    page = compare_nets.net_page
+    regime = regimes.REGIMES["mnist-20"]
+    lines = lines_of_methods(present_digest())
+    found = {
+        method: [each for each in lines if each["method"] == method]
+        for method in ("Local", "FedAvg")
+    }
+    for extra, mark in (({}, page.UNREPEATED), ({"differs": True}, page.REFUTED)):
+        found["FedAvg"][1] |= extra
+        table = page.table_of(regime, found)
+        assert '"Local", ' in table
+        assert f'"FedAvg {mark}", ' in table
+        assert f"\n{mark} {page.EARLIER[mark]}" in table
+        best = page.best({"some": regime}, {"some": found})
+        assert f'"Local 50.0", "50.0{mark}", "50.0", "Local 1.000"' in best
+        assert f"\n{mark} {page.EARLIER[mark]}" in best
+        text = page.page({"some": regime}, {"some": found})
+        assert "computed 1 of the 2 rows" in text
+        assert f"- {regime.title}" not in text
+    del found["Local"]
+    assert f"- {regime.title}" in page.page({"some": regime}, {"some": found})
+    present = [each | {"digest": present_digest()} for each in lines[:2]]
+    text = page.page({"some": regime}, {"some": {"Local": present}})
+    assert "All rows are results of the present code." in text
+    assert not set(page.EARLIER) & set(text)
 
 
 def test_settings_with_which_a_fit_diverges_give_way(compare_nets):

@@ -132,10 +132,10 @@ def oracle_stream_error(
     .. math:: \frac{1}{M} \sum_{a=1}^M \Bigl( \frac{t}{\sigma^2}
               + \sum_{b \in C_a \setminus a} \frac{1}{\mathrm{Var}\, T_{ba}} \Bigr)^{-1}
 
-    Every agent asks the next of the others at each step ("round robin") and weights its own mean
-    and what it got from its class, but for agents that it has not yet asked, by their inverse
-    variances. The middle and right plot of Figure
-    1 of Yakimenka et al. (2024), who do not print the formula.
+    At each step every agent asks the next of the others ("round robin"). It weights its own mean
+    and those that it got from its class by their inverse variances; agents that it has not asked
+    yet are left out. The middle and right plot of Figure 1 of Yakimenka et al. (2024), who do not
+    print the formula.
 
     Parameters
     ----------

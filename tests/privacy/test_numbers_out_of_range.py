@@ -32,7 +32,7 @@ VALUES |= {"n_bits": 8, "n_categories": 4, "n_features": 2, "n_clients": 50, "n_
 VALUES |= {"n_candidates": 32, "given_truth": 75, "given_other": 25, "n_draws": 100, "w": [1.0]}
 VALUES |= {"with_canary": SCORES + 2, "without": SCORES, "thetas": [[1.0], [2.0]], "coef": [1.0]}
 VALUES |= {"true_coef": [2.0], "covariance": [1.0], "times": [1, 2], "weights": [0.5, 0.5]}
-VALUES |= {"events": ROUNDS, "relation": "zero_out"}
+VALUES |= {"events": ROUNDS, "relation": "zero_out", "labels": [0, 0, 1]}
 
 
 def row(names, allowed="", **given):
@@ -114,12 +114,13 @@ FUNCTIONS = {
     theory.beta_risk_bound: row("alpha beta trials n_clients weight epsilon", "epsilon -weight"),
     theory.stream_error: row("n_rows noise_variance class_size"),
     theory.received_mean_variance: row("times noise_variance release_variance weights", "-weights"),
+    theory.oracle_stream_error: row("n_rows noise_variance release_variance labels"),
     theory.partial_sum_variance: row("half_width epsilon delta levels", "epsilon"),
     theory.printed_adaped_rdp: row(
         "order n_rounds n_clients n_sampled clip_norm noise_std psi_clip_norm psi_noise_std"
     ),
 }
-NAMES_OF_NO_NUMBERS = {"events", "relation"}
+NAMES_OF_NO_NUMBERS = {"events", "relation", "labels"}
 
 
 def with_bad(value, bad):

@@ -69,8 +69,7 @@ FAULTS = [
      "the variance of the shares as that of the prior; in 32 no -1",
      "the sampling variance is subtracted; alpha + beta has a -1",
      "``BernoulliMean(method=\"printed\")``, ``\"printed_eq32\"``"),
-    ("A, equation 6 (ICLR)", "the centre of the others' shares written as mu_l", "mu_i: a slip of "
-     "the pen", "\\-"),
+    ("A, equation 6 (ICLR)", "the centre of the others' shares written as mu_l", "mu_i", "\\-"),
     ("A, equation (10) (ICLR)", "(2 pi sigma)^(d/2)", "(2 pi sigma^2)^(d/2)", "\\-"),
     ("A, Laplace prior", "m log(2 b)", "m d log(2 b)", "\\-"),
     ("A, Theorem 4 (ICLR)", "the prior's variance from one-bit messages",

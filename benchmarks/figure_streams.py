@@ -32,6 +32,7 @@ METHODS = {
     "PM-I last": {**PRINTED, "mechanism": "pm1", "weights": "last"},
     "PM-I mom": {**PRINTED, "mechanism": "pm1", "weights": "mom"},
     "PM-II last": {**PRINTED, "mechanism": "pm2", "weights": "last"},
+    "PM-II mom": {**PRINTED, "mechanism": "pm2", "weights": "mom"},
     "PM-II wmom": {**PRINTED, "mechanism": "pm2", "weights": "wmom"},
     "PM-II wmom, exact accounting": {**PRINTED, "mechanism": "pm2", "accounting": "exact"},
     "PM-I last, restricted": {**PRINTED, "mechanism": "pm1", "schedule": "restricted"},

@@ -84,5 +84,5 @@ PANEL = Panel(
     compute,
     rows,
     why,
-    minutes=5,
+    minutes=1,
 )

@@ -87,5 +87,5 @@ PANEL = Panel(
     compute,
     rows,
     why,
-    minutes=3,
+    minutes=5,
 )

@@ -3,8 +3,8 @@
 Every panel is a module of this folder, and its figures are a file of the folder results. Cheap
 panels are computed anew; the others only where the file is missing or --all is given.
 
-    python benchmarks/papers/regenerate.py             # make papers: a minute or two, and the page
-    python benchmarks/papers/regenerate.py --all       # half an hour on one core
+    python benchmarks/papers/regenerate.py             # make papers: some seconds, and the page
+    python benchmarks/papers/regenerate.py --all       # a quarter of an hour on one core
     python benchmarks/papers/regenerate.py --only c_oracle
 """
 
@@ -22,7 +22,7 @@ import papers_page  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 RESULTS, DOCS = HERE / "results", HERE.parent.parent / "docs"
-CHEAP = 1.0  # minutes
+CHEAP = 0.5  # minutes
 PANELS = (
     *("a_private_means", "a_elections", "a_proportions", "a_linear_regression", "a_adamix"),
     *("c_agents", "c_oracle"),

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pfl_sklearn.linear_model._algebra import near_combinations
 from pfl_sklearn.linear_model._mixed._groupings._posterior import Frame, Layout
 from pfl_sklearn.linear_model._mixed._groupings._products import Grouping
 from pfl_sklearn.linear_model._mixed._groupings._search import RatioShape
@@ -19,6 +20,7 @@ _DEPENDENT = 1e-9  # length of what a column adds to those before it, over its o
 # The same beside columns that come in single precision, over their length before centring, and at
 # most over that after it: of their sums rounding errors remain, which would have huge coefficients.
 _ROUNDED, _MOST_ROUNDED = 3e-7, 1e-4
+_SHARED = 0.5  # of the largest weight in a dependence: a column that the others give exactly enough
 _SPARSE_SHARE = 0.5  # of zeros, from which on a column stays sparse, and roots centre it
 
 
@@ -176,7 +178,13 @@ def _independent(columns, raw, weights):
     triangle = np.linalg.qr(columns / np.where(lengths > 0, lengths, 1.0), mode="r")
     left = np.zeros(len(lengths))
     left[: len(triangle)] = np.abs(np.diag(triangle))
-    return np.flatnonzero(left > least)
+    kept = np.flatnonzero(left > least)
+    # Several columns may leave a direction of rounding errors that each of them adds enough to, as
+    # a total and amounts in cents. Without groupings such directions are left out by this rule.
+    while len(near := near_combinations(triangle[:, kept].T @ triangle[:, kept]).T):
+        weights = np.abs(near[0])
+        kept = np.delete(kept, np.flatnonzero(weights > _SHARED * weights.max())[-1])
+    return kept
 
 
 def _smallest_addition(raw):

@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy.stats import norm
 
-from pfl_sklearn import PersonalizedLinearRegression
+from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.linear_model._mixed._groupings import _equations, _products, _scaled_rows
 from pfl_sklearn.priors import GaussianPrior, GroupingPrior
 from tests.helpers.dense_groupings import Effects, predict, solve
@@ -433,3 +433,25 @@ def test_columns_of_double_precision_may_nearly_agree():
     single = np.float32(rng.normal(8.9, 0.2, 600)).astype(float)
     single[:200] = single.mean()  # filled in
     assert 1e-6 < _scaled_rows._smallest_addition(np.column_stack([double, single])) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
+@pytest.mark.parametrize("error", [1.0, 0.1, 1e-3])  # of the total, in cents
+@pytest.mark.parametrize("kind", [PersonalizedLinearRegression, PersonalizedLogisticRegression])
+def test_a_total_of_amounts_in_cents_makes_no_column(kind, error):
+    """Each amount adds enough to those before it; all together leave differences of cents."""
+    rng = np.random.default_rng(0)
+    n = 600
+    principal = np.round(rng.gamma(2, 3000, n), 2)
+    interest = np.round(principal * rng.uniform(0.05, 0.2, n), 2)
+    fees = np.round(rng.gamma(1, 30, n) * (rng.random(n) < 0.05), 2)
+    total = principal + interest + fees + error * rng.choice([-0.01, 0, 0.01], n)
+    X = pd.DataFrame({"total": total, "principal": principal, "interest": interest, "fees": fees})
+    groups, level = rng.integers(0, 20, n), rng.integers(0, 30, n).astype(str)
+    y = total / 1000 + rng.normal(size=20)[groups] + rng.normal(size=n)
+    y = (y > np.median(y)) if kind is PersonalizedLogisticRegression else y
+    plain = kind(random="intercept").fit(X, y, groups=groups)
+    model = kind(groupings=["level"], random="intercept")
+    model.fit(X.assign(level=level), y, groups=groups)
+    largest = np.abs(plain.population_coef_).max()
+    assert np.abs(model.population_coef_).max() < 2 * largest

@@ -175,14 +175,15 @@ def _independent(columns, raw, weights):
     if weights is not None:
         columns = columns * np.sqrt(weights)[:, None]
     lengths = np.linalg.norm(columns, axis=0)
-    triangle = np.linalg.qr(columns / np.where(lengths > 0, lengths, 1.0), mode="r")
+    triangle: Any = np.linalg.qr(columns / np.where(lengths > 0, lengths, 1.0), mode="r")
     left = np.zeros(len(lengths))
     left[: len(triangle)] = np.abs(np.diag(triangle))
     kept = np.flatnonzero(left > least)
     # Several columns may leave a direction of rounding errors that each of them adds enough to, as
     # a total and amounts in cents. Without groupings such directions are left out by this rule.
-    while len(near := near_combinations(triangle[:, kept].T @ triangle[:, kept]).T):
-        weights = np.abs(near[0])
+    products = triangle.T @ triangle
+    while (near := near_combinations(products[np.ix_(kept, kept)])).size:
+        weights = np.abs(near[:, 0])
         kept = np.delete(kept, np.flatnonzero(weights > _SHARED * weights.max())[-1])
     return kept
 

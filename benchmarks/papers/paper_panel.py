@@ -17,5 +17,6 @@ class Panel(NamedTuple):
     rows: Callable[[dict], list]  # of its table, from the figures
     why: Callable[[dict], str]  # where and why they differ from those printed
     header: list = HEADER
-    draw: Any = None  # ``draw(ax, figures)``; None without a picture
+    draw: Any = None  # ``draw(ax, figures)``, or of a list of axes; None without a picture
     minutes: float = 0.5  # about, of one core
+    grid: tuple = (1, 1)  # rows and columns of the picture

@@ -87,8 +87,11 @@ FAULTS = [
     ("A, Algorithms 1 and 6 (ICLR), 4 and 7 (long)", "clusters point estimates, no noise variance",
      "expectation-maximization of the marginal likelihood",
      "``PersonalizedLinearRegression(method=\"printed\", noise_variance=...)``"),
-    ("A, KD density", "Beta arguments divided by psi p(x)", "multiplied",
-     "\\- (the default is the sound one)"),
+    ("A, (53) (ICLR)", "the error of least squares, also with fewer rows than columns",
+     "an estimate of minimum norm misses the part that no row has to do with as well",
+     "``local_coef_error(X, noise_variance)``; with ``coef``, both parts"),
+    ("A, (57) (ICLR): density of distillation", "Beta arguments divided by psi p(x)", "multiplied",
+     "``distillation_log_density(version=\"printed\")``"),
     ("A, Theorem 5 (ICLR), 7 (long)", "clipping and noise in every local step, a Poisson bound for "
      "samples of a fixed size, the constant 6",
      "one clipped message a round, exact accounting",
@@ -190,8 +193,10 @@ def picture(panel, figures):
     """SVG of a panel, the same on every machine."""
     same = {"svg.hashsalt": panel.name, "svg.fonttype": "none"}
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **same}):
-        fig, ax = plt.subplots(figsize=(6.5, 4), layout="constrained")
-        panel.draw(ax, figures)
+        n_rows, n_columns = panel.grid
+        size = (6.5, 4) if panel.grid == (1, 1) else (3.2 * n_columns, 3.2 * n_rows)
+        fig, axes = plt.subplots(n_rows, n_columns, figsize=size, layout="constrained")
+        panel.draw(axes if panel.grid == (1, 1) else list(axes.flat), figures)
         text = io.StringIO()
         fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(fig)

@@ -16,6 +16,7 @@ Yakimenka, Y., Weng, C.-W., Lin, H.-Y., Rosnes, E. and Kliewer, J. (2024).
 Differentially-private collaborative online personalized mean estimation. arXiv:2411.07094.
 """
 
+from pfl_sklearn.theory._learning import distillation_log_density, local_coef_error
 from pfl_sklearn.theory._means import (
     WeightAndRisk,
     local_noise_std,
@@ -67,7 +68,9 @@ __all__ = [
     "beta_risk_bound",
     "beta_shrinkage",
     "debiased_share_variance",
+    "distillation_log_density",
     "linear_excess_risk",
+    "local_coef_error",
     "local_noise_std",
     "mean_half_width",
     "mean_risk",

@@ -32,6 +32,8 @@ VALUES |= {"n_bits": 8, "n_categories": 4, "n_features": 2, "n_clients": 50, "n_
 VALUES |= {"n_candidates": 32, "given_truth": 75, "given_other": 25, "n_draws": 100, "w": [1.0]}
 VALUES |= {"with_canary": SCORES + 2, "without": SCORES, "thetas": [[1.0], [2.0]], "coef": [1.0]}
 VALUES |= {"true_coef": [2.0], "covariance": [1.0], "times": [1, 2], "weights": [0.5, 0.5]}
+VALUES |= {"X": [[1.0]], "probabilities": [0.5], "population_probabilities": [0.5]}
+VALUES |= {"psi": 2.0, "input_shares": [1.0]}
 VALUES |= {"events": ROUNDS, "relation": "zero_out", "labels": [0, 0, 1]}
 
 
@@ -112,6 +114,8 @@ FUNCTIONS = {
     theory.debiased_share_variance: row("mean spread inverse_trials", "-mean -spread"),
     theory.beta_risk: row("alpha beta trials"),
     theory.beta_risk_bound: row("alpha beta trials n_clients weight epsilon", "epsilon -weight"),
+    theory.local_coef_error: row("X noise_variance coef", "-X -coef"),
+    theory.distillation_log_density: row("probabilities population_probabilities psi input_shares"),
     theory.stream_error: row("n_rows noise_variance class_size"),
     theory.received_mean_variance: row("times noise_variance release_variance weights", "-weights"),
     theory.oracle_stream_error: row("n_rows noise_variance release_variance labels"),

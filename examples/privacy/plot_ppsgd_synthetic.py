@@ -10,8 +10,7 @@ learning in between.
 
 That figure takes 1,000 clients and 1,000 rounds, or eight gigabytes of rows. We simulate 200
 clients and 300 rounds, with a coarser grid. The noise is smaller by the same factor of five, so
-that the average over clients has the same noise. ``figure_ppsgd.py`` in the folder ``benchmarks``
-draws the whole figure in twenty minutes; its numbers are below.
+that the average over clients has the same noise. :ref:`papers` has the whole figure.
 """
 
 # %%
@@ -122,24 +121,8 @@ for sigma in SIGMA[1:]:
 # ---------------
 # With 1,000 clients and the paper's eleven step sizes, local learning overtakes ``alpha * Q = 1``
 # at sigma = 10 after 180 to 220 rounds, over ten seeds, and the global model after 160 to 170. The
-# paper says "after about 200 iterations" for the larger noise. The excess risks of one seed:
-full = pd.DataFrame(
-    {
-        "local": [6.76, 0.406, 0.0291, 0.000264, 0.0000352],
-        "sigma 0, alpha Q = 1": [1.57, 0.0803, 0.0124, 0.000843, 0.0000275],
-        "sigma 0, global": [0.556, 0.00815, 0.000151, 0.00000506, 0.0000050],
-        "sigma 10, alpha Q = 0.1": [5.44, 0.287, 0.0252, 0.0062, 0.0042],
-        "sigma 10, alpha Q = 1": [2.11, 0.438, 0.271, 0.107, 0.0691],
-        "sigma 10, global": [1.62, 0.778, 0.520, 0.296, 0.234],
-        "sigma 100, alpha Q = 1": [23.3, 13.1, 6.85, 5.03, 3.61],
-        "sigma 100, global": [51.1, 27.0, 20.6, 13.4, 11.1],
-    },
-    index=pd.Index([100, 200, 300, 500, 1000], name="rounds"),
-)
-print("1,000 clients: results of benchmarks/figure_ppsgd.py, not computed on this page")
-print(full.T.to_string(float_format="%.3g"))
-
-# %%
+# paper says "after about 200 iterations" for the larger noise.
+#
 # Without noise, the global model is always ahead. It stops at 5.0e-6, the part of the excess risk
 # that comes from differences between clients. In the paper, small alphas also win in later
 # iterations without noise. Here they do not within 1,000 rounds, with a label noise of 0.01 (the

@@ -4,6 +4,7 @@ import os
 import warnings
 
 import numpy as np
+import pandas as pd
 from statsmodels.regression.mixed_linear_model import MixedLM
 from timing import compare, peak_above_input, seconds
 
@@ -25,6 +26,20 @@ def loop():
         means[i] = rows.mean()
         variances[i] = rows.var()
     return means, variances
+
+
+def groupby():
+    """Mean, variance and number of rows of every client by pandas."""
+    return pd.Series(Y).groupby(DENSE).agg(["mean", "var", "count"])
+
+
+def least():
+    """The passes that no fit of rows in any order does without, by NumPy; none shrinks anything."""
+    assert np.isfinite(Y.sum())
+    seen = np.zeros(DENSE.max() - DENSE.min() + 1, dtype=bool)
+    seen[DENSE] = True
+    shifted = Y - Y.mean()
+    return np.bincount(DENSE), np.bincount(DENSE, shifted), shifted @ shifted
 
 
 def fit(groups, y=Y):
@@ -74,6 +89,8 @@ def main():
     size = "GaussianMean, 10^6 clients x 10 rows"
     measure_memory(size, arbitrary)
     compare(f"{size}, dense integer ids; loop", loop, lambda: fit(DENSE), ">= 40x")
+    compare(f"{size}, dense integer ids; pandas groupby", groupby, lambda: fit(DENSE), ">= 1.2x")
+    compare(f"{size}, fewest passes; pandas groupby", groupby, least, "-")
     compare(f"{size}, arbitrary integer ids; loop", loop, lambda: fit(arbitrary), ">= 8x")
     shuffled(size)
     string_ids(size)

@@ -46,6 +46,7 @@ from pfl_sklearn.compose._client_mixtures import CandidateErrors, best_mixture
 from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.compose._inner_estimators import InnerEstimator
 from pfl_sklearn.compose._out_of_fold import out_of_fold, out_of_two_folds, simplest_not_worse
+from pfl_sklearn.compose._stack.boosting import for_classes
 from pfl_sklearn.compose._stack.choice import compare_by_fold
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
@@ -1169,3 +1170,14 @@ def test_final_estimators_of_others_stay_as_they_are():
     for last in (hedged, frozen):
         model = PersonalizedStackingRegressor([("line", Ridge())], last, cv=3, passthrough=False)
         assert np.isfinite(model.fit(X, y, groups=groups).predict(X, groups=groups)).all()
+
+
+@pytest.mark.parametrize(("n_classes", "expected"), [(2, 150), (3, 100), (5, 60), (40, 30)])
+def test_classes_divide_the_default_iterations_but_not_given_ones(n_classes, expected):
+    """Each of several classes has trees of its own."""
+    model = PersonalizedStackingClassifier().set_params(hgb_client__estimator__max_iter=150)
+    bases = dict(for_classes(clone(model)._checked_estimators(), np.arange(n_classes)))
+    assert bases["hgb"].max_iter == expected
+    assert bases["hgb_client"].estimator.max_iter == 150
+    assert model.get_params()["hgb__max_iter"] == 150
+    assert repr(model.get_params()["hgb"]).count("max_iter=150") == 1

@@ -55,7 +55,12 @@ from pfl_sklearn.compose._out_of_fold import (
     splitter_of,
     tested_rows,
 )
-from pfl_sklearn.compose._stack.boosting import LIBRARIES, default_estimators, default_names
+from pfl_sklearn.compose._stack.boosting import (
+    LIBRARIES,
+    default_estimators,
+    default_names,
+    for_classes,
+)
 from pfl_sklearn.compose._stack.choice import (
     FINAL,
     INTERCEPT,
@@ -289,6 +294,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         n_seeds = 2 + len(personal) + len(bases)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=n_seeds)
         pairs = [(name, with_levels(part, passed, classes)) for name, part in personal]
+        bases = for_classes(bases, classes)
         pairs += [(name, with_levels(base, levels, classes)) for name, base in bases]
         inner = seeded_clones(pairs, classes, seeds[2:], table.weights is not None)
         personal, named = inner[: len(personal)], inner[len(personal) :]

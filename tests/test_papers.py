@@ -14,6 +14,8 @@ from pfl_sklearn import neural_network, online, theory
 ROOT = Path(__file__).resolve().parent.parent
 PAPERS = ROOT / "benchmarks" / "papers"
 CHEAP = ["a_private_means", "a_elections", "a_proportions", "c_oracle"]
+SLOW = ["a_linear_regression", "a_adamix", "b_synthetic", "c_agents"]
+OF_DIGITS = ["b_digits", "b_digit_nets"]
 PARAMETER = re.compile(r"(\w+)=")
 
 
@@ -36,6 +38,28 @@ def test_the_page_is_of_the_stored_figures(regenerate):
 def test_cheap_panels_give_the_stored_figures(regenerate, name):
     figures = json.loads(json.dumps(regenerate.panels()[name].compute()))
     assert _flat(figures) == pytest.approx(_flat(regenerate.stored()[name]), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_a_part_of_the_other_panels_gives_the_stored_figures(regenerate, name):
+    """A change of the code that changes a panel is seen before somebody computes all of it."""
+    _check_part(regenerate.panels()[name].again(), regenerate.stored()[name])
+
+
+@pytest.mark.parametrize("name", OF_DIGITS)
+def test_a_part_of_the_panels_of_digits_gives_the_stored_figures(regenerate, name, data_home):
+    _check_part(regenerate.panels()[name].again(), regenerate.stored()[name])
+
+
+def _check_part(part, whole):
+    """Part has some of the keys, and lists may end early."""
+    for key, value in part.items():
+        if isinstance(value, dict):
+            _check_part(value, whole[key])
+        else:
+            stored = whole[key][: len(value)] if isinstance(value, list) else whole[key]
+            assert value == pytest.approx(stored, rel=1e-3, abs=1e-6), key
 
 
 def _flat(figures):

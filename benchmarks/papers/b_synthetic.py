@@ -118,6 +118,12 @@ def compute():
     return found
 
 
+def again():
+    best = best_steps(risks(50, SEED, alphas=(0, 1), sigmas=SIGMA[:2]), SIGMA[:2])
+    keys = {"sigma 0, alpha Q 0": (0, 0), "sigma 10, alpha Q 1": (10, 1)}
+    return {name: {"risks": [float(best[key].iloc[-1])]} for name, key in keys.items()}
+
+
 def rows(found):
     table, at = [], [found["rounds"].index(t) for t in SHOWN_ROUNDS]
     for sigma, alpha_q in itertools.product(SIGMA, SHOWN_ALPHAS):
@@ -177,4 +183,5 @@ PANEL = Panel(
     draw,
     minutes=20,
     grid=(1, 3),
+    again=again,
 )

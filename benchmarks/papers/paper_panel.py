@@ -20,3 +20,4 @@ class Panel(NamedTuple):
     draw: Any = None  # ``draw(ax, figures)``, or of a list of axes; None without a picture
     minutes: float = 0.5  # about, of one core
     grid: tuple = (1, 1)  # rows and columns of the picture
+    again: Any = None  # of panels that take minutes: a part of their figures, in seconds

@@ -101,7 +101,8 @@ neither net has seen.
 
 def titled(regime):
     """Title of a regime with the gradient steps of a client."""
-    return f"{regime.title}, {regime.steps:.0f} steps"
+    title = regime.title.replace("all rows each", "all rows of each")
+    return f"{title}, {regime.steps:.0f} steps"
 
 
 def table_of(regime, by_method):
@@ -110,7 +111,8 @@ def table_of(regime, by_method):
     columns.append("Seconds")
     columns += ["Paper"] * (regime.paper is not None)
     title = titled(regime)
-    lines = [title, "-" * len(title), "", ".. csv-table::", "   :header-rows: 1", ""]
+    lines = [title, "-" * len(title), "", ".. csv-table::", "   :header-rows: 1"]
+    lines += ["   :class: table-sm small", ""]
     lines.append("   " + ", ".join(columns))
     for method, cells in by_method.items():
         cell = _row(method, cells)
@@ -266,7 +268,7 @@ def best(regimes, found):
     """Table of the best methods of every regime, beside one net for all and nets alone."""
     head = "Clients, Highest accuracy, One net for all, Each alone, Lowest log-loss"
     lines = [".. Written by benchmarks/compare_nets.py.", "", ".. csv-table::"]
-    lines += ["   :header-rows: 1", "   :widths: 30 38 8 8 16", "", f"   {head}"]
+    lines += ["   :header-rows: 1", "   :widths: 28 36 8 8 20", "", f"   {head}"]
     for name, by_method in found.items():
         row = titled(regimes[name]), *_best_of(by_method)
         lines.append("   " + ", ".join(f'"{value}"' for value in row))
@@ -325,6 +327,7 @@ DRAWN = (  # as curves
     "QuPeD",
     "FML",
 )
+_COLUMNS = 3  # of the picture of curves
 _FADES = 15  # points below the best of a column at which a cell is white
 
 
@@ -338,6 +341,7 @@ def draw_methods(found, path):
             accuracy[methods.index(method), j] = 100 * np.mean([each["accuracy"] for each in cells])
     below = accuracy - np.nanmax(accuracy, axis=0)
     fig, ax = plt.subplots(figsize=(2.6 + 0.52 * len(names), 2.6 + 0.25 * len(methods)))
+    ax.set_facecolor("0.9")
     ax.imshow(below, cmap="Blues", vmin=-_FADES, vmax=2, aspect="auto")
     for i, j in np.argwhere(np.isfinite(accuracy)):
         is_best, dark = below[i, j] > -0.05, below[i, j] > -0.4 * _FADES
@@ -353,7 +357,7 @@ def draw_methods(found, path):
     ax.tick_params(length=0)
     ax.set_title(
         f"Accuracy in percent; white: {_FADES} points or more below the best of a column (bold). "
-        "*: one seed",
+        "grey: not computed. *: one seed",
         fontsize=9,
         loc="left",
     )
@@ -364,13 +368,18 @@ def draw_methods(found, path):
 def draw_curves(regimes, found, path):
     """Accuracy against the steps of a client, and against the megabytes that it sends."""
     names = [name for name in found if regimes[name].n_looks > 1]
+    blocks = -(-len(names) // _COLUMNS)  # of two rows
+    size = 2.75 * _COLUMNS, 5.0 * blocks + 0.8
     fig, axes = plt.subplots(
-        2, len(names), figsize=(max(2.7 * len(names), 8), 6), squeeze=False, layout="constrained"
+        2 * blocks, _COLUMNS, figsize=size, squeeze=False, layout="constrained"
     )
+    pairs = [(axes[2 * k, j], axes[2 * k + 1, j]) for k in range(blocks) for j in range(_COLUMNS)]
+    for unused in itertools.chain.from_iterable(pairs[len(names) :]):
+        unused.axis("off")
     styles = dict(
         zip(DRAWN, zip(plt.get_cmap("tab10").colors, "osDv^<>Px", strict=False), strict=False)
     )
-    for (top, bottom), name in zip(axes.T, names, strict=True):
+    for (top, bottom), name in zip(pairs, names, strict=False):
         regime, lowest = regimes[name], 100.0
         for method, (color, marker) in styles.items():
             if method not in found[name]:

@@ -506,7 +506,7 @@ for _epsilon, _fedavg, _adaped in (
 ):
     REGIMES[f"private-{_epsilon}"] = Regime(
         "MNIST, 50 clients with 3 classes, all rows each, "
-        f"noise of a printed epsilon of {_epsilon}",
+        f"noise for the paper's epsilon of {_epsilon}",
         _THREE,
         None,
         20,

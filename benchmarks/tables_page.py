@@ -294,7 +294,7 @@ out. Rows are ordered by the best method that is not of this package: in the fir
 smallest relative to the stack's.
 
 In the tables below the pictures, names lead to the errors, times and memory of all methods, and to
-what predicted in the stacks.
+the parts that predict in the stacks.
 
 .. toctree::
    :hidden:
@@ -321,7 +321,7 @@ def pages(results):
     for kind, each in shown.items():
         drawn = f"_static/tables_{kind}.svg"
         written[drawn] = picture([(_title(task), _ratios(each[task])) for task in by_peers(each)])
-        header = ["Table", "Stacking", "Best of the others", "", "More than stacking"]
+        header = ["Table", "Stacking", "Best of the others", "Which", "More than stacking"]
         overview += [_heading(TITLES[kind], "-") + _standing(each.values()), _image(drawn, kind)]
         overview.append(_csv(header, [_overview(task, found) for task, found in each.items()]))
     written["tables.rst"] = _joined(overview)
@@ -400,7 +400,7 @@ def _words(task, kind, found, best):
     part = "new_part_" if kind == "whole" else "known_part_"
     parts = Counter(line[part] for line in lines if line["method"] == OWN)
     told = ", ".join(f"{name} ({times})" for name, times in parts.most_common())
-    words = [f"What predicted in the stacks, and in how many splits: {told}."]
+    words = [f"Part that predicts in the stacks (number of splits): {told}."]
     missing = {
         line["method"]: line["not_possible"]
         for line in lines
@@ -410,7 +410,7 @@ def _words(task, kind, found, best):
     if missing:
         words.append("Left out: " + "; ".join(f"{k} ({v})" for k, v in missing.items()) + ".")
     name, peer = best
-    if peer.excess < 0:
+    if _shown(peer.excess).startswith("-"):
         words.append(
             f"The error of {PLAIN.get(name, name)} is smaller by {_shown(-peer.excess)}, "
             f"{-peer.excess / peer.excess_se:.1f} standard errors of that difference."
@@ -450,7 +450,8 @@ def _with_error(value, standard_error):
 
 
 def _shown(value):
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{4 if abs(value) < 1 else 3}f}"
+    text = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{4 if abs(value) < 1 else 3}f}"
+    return text if text.strip("-0.") else text.strip("-")  # no minus before a zero
 
 
 def readme_table(results):

@@ -1,6 +1,7 @@
 """Sphinx configuration. The build needs no network, and neither do the built pages."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from pfl_sklearn import __version__
@@ -26,6 +27,17 @@ default_role = "literal"
 nitpicky = False
 
 autosummary_generate = True
+
+
+def properties_of(full_name, attributes):
+    """Of the attributes of a class, the properties that say something; parameters stand above."""
+    module, _, name = full_name.rpartition(".")
+    kind = getattr(import_module(module), name)
+    found = [(each, getattr(kind, each, None)) for each in attributes]
+    return [each for each, value in found if isinstance(value, property) and value.__doc__]
+
+
+autosummary_context = {"properties_of": properties_of}
 autodoc_typehints = "none"
 toc_object_entries_show_parents = "hide"
 # Pages of classes list their members themselves (_templates/autosummary/class.rst).
@@ -50,6 +62,7 @@ sphinx_gallery_conf = {
     "write_computation_times": False,
     "parallel": 2,  # examples at a time
     "show_memory": False,
+    "ignore_repr_types": r"matplotlib[.].*|pfl_sklearn[.]inspection.*",  # addresses say nothing
     "show_signature": False,
     "abort_on_example_error": False,
     "remove_config_comments": True,

@@ -72,8 +72,8 @@ def why(found):
         "The text says that the private estimator recovers the personalized one where privacy is "
         "low. The noise of Theorem 2 (ICLR) does not give that: at .8 its error is still "
         f"{found['1a']['printed'][-1] / found['1a']['personalized']:.2f} times as large. By "
-        "default means are cut to a ball and get the smallest sufficient noise. Where a server may "
-        "be trusted with it, privacy costs next to nothing here."
+        "default, means are cut to a ball and get the smallest sufficient noise. Where a server "
+        "may be trusted with it, privacy costs next to nothing here."
     )
 
 
@@ -95,7 +95,7 @@ PANEL = Panel(
     "10,000 clients of 15 rows (1,000 and 500 of 5 in Figure 3), standard deviations .1 between "
     "clients and .5 within, both known. Epsilon protects a client's rows (replace one) from "
     "everybody else, with a server's noise from everybody but the server; delta, which the text "
-    "leaves out, is 1e-4 here. By default means are cut at 3.5 standard deviations.",
+    "leaves out, is 1e-4 here. By default, means are cut at 3.5 standard deviations.",
     compute,
     rows,
     why,

@@ -15,6 +15,7 @@ _REPAIRS = [
     (re.compile(r"\\dots(?![A-Za-z])"), r"\\ldots"),
     (re.compile(r"(?<=[\w}])\s+\\log(?![A-Za-z])"), r"\\,\\log"),
     (re.compile(r"\\log\s+(?![(])"), r"\\log\\, "),
+    (re.compile(r"(\\[td]?frac)\s*(\d)(\d)"), r"\1{\2}{\3}"),  # it reads 12 over what follows
 ]
 _ENTITY = re.compile(r"&(?!lt;|gt;|amp;)\w+;")
 _NAMESPACE = "http://www.w3.org/1998/Math/MathML"

@@ -51,7 +51,8 @@ poisson = PersonalizedPoissonRegression(random="intercept")
 negative_binomial = PersonalizedPoissonRegression(random="intercept", family="negative_binomial")
 simple = ClientColumn(poisson, "region", exposure="years").fit(table, claims)
 model = ClientColumn(negative_binomial, "region", exposure="years").fit(table, claims)
-print(likelihood_ratio_test(simple, model))
+test = likelihood_ratio_test(simple, model)
+print(f"statistic {test.statistic:.1f}, p-value {test.p_value:.2g}")
 print(model.summary().round(3).to_string(na_rep=""))
 
 # %%
@@ -104,7 +105,7 @@ lower, upper = (bound[:, 0] for bound in model.credible_interval())
 covered = np.mean((lower < intercepts) & (intercepts < upper))
 print(f"{covered:.0%} of the 95 % intervals contain the true intercept")
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+figure, (left, right) = plt.subplots(1, 2, figsize=(8.3, 4.2), layout="constrained")
 expected = table["years"] * np.exp(features @ model.population_coef_)
 local = np.bincount(cars, claims) / np.bincount(cars, expected)
 position = np.arange(60)

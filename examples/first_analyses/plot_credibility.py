@@ -103,15 +103,17 @@ print(errors.round(4).to_string())
 # Credibility grows with exposure, and is one half at the credibility constant.
 exposure = ml.exposure_per_client_
 constant = ml.prior_.rate
-fig, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+fig, axes = plt.subplots(1, 2, figsize=(8.3, 3.8), layout="constrained")
 grid = np.geomspace(exposure.min(), exposure.max(), 200)
 axes[0].plot(grid, grid / (grid + constant), color="#555555", lw=1)
 axes[0].plot(exposure, 1 - ml.shrinkage_, ".", color="#1f5fa8", alpha=0.5)
-axes[0].axvline(constant, color="#c1440e", lw=1, ls="--", label=f"constant {constant:.0f}")
+axes[0].axvline(
+    constant, color="#c1440e", lw=1, ls="--", label=f"credibility constant: {constant:.0f}"
+)
 axes[0].set(xscale="log", xlabel="vehicle-years", ylabel="credibility", ylim=(0, 1))
 axes[0].legend(frameon=False)
 ShrinkageDisplay.from_estimator(ml, truth=frequency, kind="points", ax=axes[1])
-axes[1].set(xlabel="own claim frequency", ylabel="estimate (crosses: truth)")
+axes[1].set(xlabel="own claim frequency", ylabel="estimate")
 for ax in axes:
     ax.spines[["top", "right"]].set_visible(False)
 plt.show()

@@ -96,7 +96,7 @@ ax.set(
     title="85 counties",
 )
 ax.spines[["top", "right"]].set_visible(False)
-ax.legend(frameon=False, fontsize="small", loc="lower right")
+ax.legend(frameon=False, fontsize="small", loc="upper left")
 plt.show()
 
 # %%

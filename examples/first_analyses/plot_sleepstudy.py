@@ -178,7 +178,7 @@ ax.set(
     title=f"From every subject's own line to the personalized one ({SOURCE})",
 )
 ax.spines[["top", "right"]].set_visible(False)
-ax.legend(frameon=False, fontsize="small")
+ax.legend(frameon=False, fontsize="small", loc="lower left")
 plt.show()
 
 # %%

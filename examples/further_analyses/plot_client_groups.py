@@ -16,6 +16,7 @@ measurements, then fit regressions, and end with means under differential privac
 # 300 clients have four rows each, of two measurements. Half of the clients are in the first of
 # three groups. Clients of one group differ (standard deviation 0.4), and the mean of four rows has
 # a standard error of 0.6 in each measurement.
+import textwrap
 import warnings
 
 import matplotlib.pyplot as plt
@@ -88,7 +89,7 @@ def draw_prior(ax, prior):
     ax.plot(*centres.T, "P", color="black", mec="white", ms=9, zorder=4)
 
 
-fig, axes = plt.subplots(1, 3, figsize=(10, 4.2), layout="constrained", sharex=True, sharey=True)
+fig, axes = plt.subplots(1, 3, figsize=(8.3, 4), layout="constrained", sharex=True, sharey=True)
 for ax, (name, model) in zip(axes, models.items(), strict=True):
     local, estimates = model.local_means_, model.means_
     probabilities = getattr(model, "responsibilities_", np.ones((len(local), 1)))
@@ -260,4 +261,4 @@ with warnings.catch_warnings(record=True) as caught:
     fitted(DiscretePrior(3), rows, clients, epsilon=2.0, delta=1e-5, trust="local", **constants)
 print("unit: one client; relation: replace one; epsilon = 2; delta = 1e-5;")
 print("adversary: everybody who sees the messages, the server included")
-print("\n".join(str(warning.message) for warning in caught) or "no warning")
+print("\n".join(textwrap.fill(str(warning.message), 90) for warning in caught) or "no warning")

@@ -79,7 +79,7 @@ rows = np.searchsorted(model.clients_, counties["county_fips"])
 counties["state_line"] = counties["state"].map(states["estimate"])
 counties["estimate"] = model.intercept_[rows] + counties["state_line"] + at_mean
 overall = model.population_intercept_ + at_mean
-figure, axes = plt.subplots(2, 4, figsize=(10, 5), sharey=True, layout="constrained")
+figure, axes = plt.subplots(2, 4, figsize=(8.3, 4.8), sharey=True, layout="constrained")
 for ax, (state, table) in zip(axes.flat, counties.groupby("state"), strict=True):
     table = table.sort_values("size")
     place = np.arange(len(table))

@@ -61,7 +61,7 @@ print(model.summary().round(2).to_string())
 # spread between shops.
 order = np.argsort(share)
 chosen = {"large": order[-1], "medium": order[n_shops // 2], "small": order[n_shops // 8]}
-fig, axes = plt.subplots(1, 3, figsize=(10, 3.5), sharey=True)
+fig, axes = plt.subplots(1, 3, figsize=(8.3, 3.5), sharey=True)
 for ax, (name, shop) in zip(axes, chosen.items(), strict=True):
     # every third day: standard errors include those of the variances, which takes longer than a fit
     known = [day for day in range(1, n_days + 1, 3) if shop in days[day - 1].clients_]

@@ -42,7 +42,7 @@ model = ClientColumn(PersonalizedLogisticRegression(random="intercept"), "hospit
 model.fit(patients, died)
 table = observed_expected(model, patients, died)
 table["crude"] = pd.Series(died).groupby(hospital).mean() / died.mean()
-print(table.round(2).iloc[[0, 20, 40, 59]].to_string())
+print(table.round(2).iloc[[0, 20, 40, 59]].T.to_string())
 print(table[["crude", "ratio", "predicted_ratio"]].corrwith(pd.Series(effect)).round(2))
 
 # %%
@@ -50,7 +50,7 @@ print(table[["crude", "ratio", "predicted_ratio"]].corrwith(pd.Series(effect)).r
 # ----------
 # Small hospitals are far from 1 by chance. A hospital outside the outer limits has a name in the
 # plot, and deserves a look: at its data first, at its patients next, and at its care last.
-fig, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+fig, axes = plt.subplots(1, 2, figsize=(8.3, 4.2), layout="constrained")
 FunnelDisplay.from_estimator(model, patients, died, ax=axes[0])
 check = PredictiveCheckDisplay.from_estimator(model, patients, died, ax=axes[1])
 

@@ -42,6 +42,7 @@ ax.hlines(at, table["lower"], table["upper"], color="#1f5fa8", lw=3, alpha=0.35,
 ax.plot(table["rank"], at, "o", color="#1f5fa8", label="mean rank")
 ax.plot(table["season_rank"], at, "x", color="#2a7f3f", label="rank in the season")
 ax.set_yticks(at, table.index)
+ax.set_xticks([1, 6, 12, 18])
 ax.set_xlabel("rank (1: most hits)")
 ax.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
 

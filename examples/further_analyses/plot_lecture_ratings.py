@@ -111,7 +111,7 @@ plt.show()
 local_slopes = PersonalizedLinearRegression(LOCAL, random=SLOPES)
 local_slopes.fit(X, rating, groups=student)
 display = ShrinkageDisplay.from_estimator(slopes, feature="service", local=local_slopes)
-display.ax_.set(xlim=(-4, 4), ylim=(-1.2, 1.2), title=f"Effect of service lectures ({SOURCE})")
+display.ax_.set(title=f"Effect of service lectures ({SOURCE})")
 plt.show()
 
 # %%

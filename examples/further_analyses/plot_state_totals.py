@@ -24,7 +24,7 @@ from pfl_sklearn.linear_model import PersonalizedLinearRegression
 votes = load_county_elections().frame.assign(cast=lambda v: v["votes_rep"] + v["votes_dem"])
 votes["share"] = votes["votes_rep"] / votes["cast"]
 before, now = (votes[votes["year"] == year].set_index("fips") for year in (2012, 2016))
-county = now[["state", "cast", "share"]].join(before["share"] - 0.5, rsuffix="_before")
+county = now[["state", "cast", "share"]].join((before["share"] - 0.5).rename("share_before"))
 county["size"] = np.log(before["cast"] / 10_000)
 county["size_squared"] = county["size"] ** 2
 county = county.dropna()
@@ -56,7 +56,7 @@ print(table.round(3).loc[["GA", "IA", "NY", "OH", "TX"]])
 for features in (FEATURES, ["share_before"]):
     found = pd.concat([totals(features, seed) for seed in range(5)])
     inside = found["true"].between(found["lower"], found["upper"])
-    print(f"{', '.join(features):<32}{inside.mean():.2f}")
+    print(f"{', '.join(features):<34}{inside.mean():.2f}")
 
 ordered = table.sort_values("mean")
 fig, ax = plt.subplots(figsize=(7, 4), layout="constrained")

@@ -86,7 +86,7 @@ print(
 for name in ("PM-I, test (printed)", "default"):
     report = methods[name].privacy_
     print(
-        f"{name}: one value (replace_one), delta = {report.delta:.0e}, epsilon = "
+        f"{name}: one value (replace_one), delta = {report.delta:.0e},\n    epsilon = "
         f"{report.epsilon_per_recipient:.3g} against one agent, {report.epsilon:.3g} against all"
     )
 

@@ -61,7 +61,7 @@ loss, test_error = display.axes_
 test_error.axhline(error(pooled), color="C1", ls="--", label="pooled ridge")
 for ax in (loss, test_error):
     ax.axvline(model.n_rounds_, color="0.3", ls=":", label="rounds chosen by default")
-test_error.legend(frameon=False, fontsize="small", loc="upper center")
+test_error.legend(frameon=False, fontsize="small", loc="upper right", bbox_to_anchor=(1, 1.05))
 plt.show()
 
 # %%

@@ -70,7 +70,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     search.fit(X, y, groups=who)
 for warning in caught:
-    print(f"{warning.category.__name__}:", textwrap.fill(str(warning.message), 90))
+    print(textwrap.fill(f"{warning.category.__name__}: {warning.message}", 90))
 
 # %%
 # The warning comes once, before the first fit, and states the number of fits. The curves show the
@@ -112,7 +112,7 @@ with warnings.catch_warnings():
         limited.fit(X, y, groups=who)
     except BudgetExceeded as error:
         # without the path of the temporary file
-        print(f"{type(error).__name__}:", textwrap.fill(str(error).split(" of /")[0], 90))
+        print(textwrap.fill(f"{type(error).__name__}: {str(error).split(' of /')[0]}", 90))
 print(f"\nfits recorded: {len(ledger.entries)}, spent so far: epsilon = {ledger.total():.2f}")
 folder.cleanup()
 

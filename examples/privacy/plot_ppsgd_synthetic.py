@@ -88,7 +88,7 @@ for _ in range(0, N_ROUNDS, AT_ONCE):
 table = pd.Series(risks).rename_axis(["alpha Q", "sigma", "step", "rounds"])
 best = table.groupby(["sigma", "alpha Q", "rounds"]).min().unstack("rounds")
 local = best.loc[(0, 0.0)]
-fig, axes = plt.subplots(1, 3, figsize=(10, 4), layout="constrained", sharey=True)
+fig, axes = plt.subplots(1, 3, figsize=(8.3, 3.8), layout="constrained", sharey=True)
 colors = plt.colormaps["viridis"](np.linspace(0, 0.85, len(ALPHA_Q)))
 for ax, sigma in zip(axes, SIGMA, strict=True):
     for alpha_q, color in zip(ALPHA_Q, colors, strict=True):

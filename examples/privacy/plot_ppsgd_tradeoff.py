@@ -40,6 +40,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from sklearn.base import is_classifier
+from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn.datasets import load_digits_clients
 from pfl_sklearn.inspection import PrivacyAccuracyDisplay
@@ -140,6 +141,7 @@ def row_losses(task, alpha_q, epsilon, step, train, test):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)  # seeds, for a page that stays the same
+        warnings.simplefilter("ignore", ConvergenceWarning)  # of small steps, which lose
         try:
             model.fit(task.X[train], task.y[train], groups=task.who[train])
         except DivergenceError:  # a step that is too large
@@ -210,7 +212,7 @@ for name, table in results.items():
 fig, axes = plt.subplots(
     (len(tasks) + 1) // 2,
     min(len(tasks), 2),
-    figsize=(9, 3.8 * ((len(tasks) + 1) // 2)),
+    figsize=(8.3, 3.8 * ((len(tasks) + 1) // 2)),
     layout="constrained",
     squeeze=False,
 )

@@ -117,7 +117,7 @@ print("known clients\n", known.round(3), "\nnew clients\n", new.round(3))
 # With 300 clients, an epsilon of 1 costs one or two thousandths, and with 1,000 next to nothing.
 # With 30 clients, the noise is too large to predict for new clients; known clients lose less,
 # because each adds its own rows to the noisy sums of the others.
-figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.8), sharey=True, layout="constrained")
+figure, axes = plt.subplots(1, 2, figsize=(8.3, 3.8), sharey=True, layout="constrained")
 shades = plt.get_cmap("viridis_r")(np.linspace(0.1, 0.9, len(EPSILONS)))
 for axis, table, title in zip(axes, (known, new), ("known clients", "new clients"), strict=True):
     for epsilon, shade in zip(EPSILONS, shades, strict=True):

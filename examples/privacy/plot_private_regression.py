@@ -137,7 +137,7 @@ STYLES = {
     "client": {"color": "#c1440e", "ls": "-"},
     "client, noise variance given": {"color": "#3a7d44", "ls": "--"},
 }
-fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
+fig, axes = plt.subplots(1, 2, figsize=(8.3, 4.6), layout="constrained")
 for k, ax in enumerate(axes):
     for name, style in STYLES.items():
         low, middle, high = np.quantile(private_errors[name][:, :, k], [0.1, 0.5, 0.9], axis=1)
@@ -175,7 +175,7 @@ choices = {
     "feature_bound": [0.5, 1, 2, 4, 8],
     "target_bound": [1, 2, 4, 8, 16],
 }
-fig, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
+fig, axes = plt.subplots(1, 2, figsize=(8.3, 4), layout="constrained", sharey=True)
 for ax, (name, bounds) in zip(axes, choices.items(), strict=True):
     for epsilon, repetitions, label, color in (
         (1.0, N_REPETITIONS, "epsilon = 1", "#c1440e"),

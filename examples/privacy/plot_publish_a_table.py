@@ -82,15 +82,15 @@ ShrinkageDisplay.from_estimator(model)
 # a block for its state. A map of noised means shows noise. That of the estimates shows what can be
 # known, and where hardly anything can, it shows the mean of all counties.
 state = homes.groupby("county_fips")["state"].first()
-figure, axes = plt.subplots(1, 2, figsize=(8, 4.6), layout="constrained", sharey=True)
+figure, axes = plt.subplots(1, 2, figsize=(8, 5.2), layout="constrained", sharey=True)
 for ax, column in zip(axes, ("local_mean", "mean"), strict=True):
     for row, (name, counties) in enumerate(table.groupby(state)):
         at = np.arange(len(counties))
         colors = counties[column].clip(0, 2.5)
         drawn = ax.scatter(
-            at % 20, -6 * row - at // 20, c=colors, marker="s", s=26, vmin=0, vmax=2.5
+            at % 20, -7 * row - at // 20, c=colors, marker="s", s=26, vmin=0, vmax=2.5
         )
-        ax.text(-1.5, -6 * row, name, ha="right", va="center")
+        ax.text(-1.5, -7 * row, name, ha="right", va="center")
     ax.set_title({"local_mean": "noised means", "mean": "estimates"}[column])
     ax.axis("off")
 figure.colorbar(drawn, ax=axes, label="mean log radon", shrink=0.6)

@@ -124,7 +124,7 @@ def _quantity_curve(fitted, report, name):
     if name == "loss" or quantile is None:
         return curve
     # An adaptive bound changes until this share of the messages is clipped.
-    label = f"{curve.label}\n(dotted: aim {1 - quantile:.3g})"
+    label = f"{curve.label}\n(dotted: target {1 - quantile:.3g})"
     return curve._replace(target=1 - quantile, label=label)
 
 

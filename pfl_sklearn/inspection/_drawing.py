@@ -85,7 +85,9 @@ def draw_intervals(ax: Axes, at: Any, lower: Any, upper: Any, level: float, *, r
     faint = float(np.clip(20 / len(at), 0.03, 0.35))
     style: Any = {"alpha": 0.35, "lw": 3} if rows else {"alpha": faint, "lw": 1}
     draw = ax.hlines if rows else ax.vlines
-    draw(at, lower, upper, color=COLORS["personalized"], label=f"{level:.0%} interval", **style)
+    draw(
+        at, lower, upper, color=COLORS["personalized"], label=f"{100 * level:g} % interval", **style
+    )
 
 
 def draw_local(ax: Axes, x: Any, y: Any, label: str = "local") -> None:
@@ -127,10 +129,12 @@ def legend_below(ax: Axes) -> None:
 
 def legend_inside(ax: Axes, loc: str = "best", *, faint_marks: bool = True) -> None:
     """Draw a legend inside the axes."""
+    from matplotlib.patches import Patch
+
     legend = ax.legend(frameon=False, fontsize="small", loc=cast(Any, loc))
     if faint_marks:  # overlap darkens them in the plot, but not in the legend
         for handle in legend.legend_handles:
-            if handle is not None:
+            if handle is not None and not isinstance(handle, Patch):  # bands are drawn as they are
                 handle.set_alpha(0.8)
 
 

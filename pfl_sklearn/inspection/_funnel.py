@@ -240,7 +240,7 @@ class FunnelDisplay:
         at = np.geomspace(self.expected.min() / 1.1, self.expected.max() * 1.1, 200)
         for level, style in _LIMITS:
             half = ndtri(0.5 + level / 2) * np.sqrt(self.variance_factor / at) / 2
-            label = f"{100 * level:g} % by chance"
+            label = f"{100 * level:g} % limits"
             ax.plot(at, (1 + half) ** 2, color="0.3", lw=1, ls=style, label=label)
             ax.plot(at, np.maximum(1 - half, 0.0) ** 2, color="0.3", lw=1, ls=style)
         ax.axhline(1, color=COLORS["population"], lw=1, label="population")

@@ -192,11 +192,11 @@ class PredictiveCheckDisplay:
         for panel, name in zip(axes, panels, strict=True):
             if name == "responses":
                 _draw_distribution(panel, self.observed, self.simulated)
-                panel.set(xlabel=self.label, ylabel="share of rows at most that")
+                panel.set(xlabel=self.label, ylabel="share of rows at or below")
             else:
                 _draw_distribution(panel, means[0], np.array(means[1:]))
                 name = self.label if self.is_class else f"mean {self.label}"
-                panel.set(xlabel=f"client's {name}", ylabel="share of clients at most that")
+                panel.set(xlabel=f"client's {name}", ylabel="share of clients at or below")
         self.axes_, self.ax_, self.figure_ = axes, axes[0], axes[0].figure
         return self
 

@@ -183,12 +183,13 @@ class StreamDisplay:
     def _draw_client(self, ax, place, level):
         """Estimates of one client."""
         means, half = self.means[:, place], ndtri(0.5 + level / 2) * self.stds[:, place]
-        color, label = COLORS["personalized"], f"{level:.0%} interval"
+        color, label = COLORS["personalized"], f"{100 * level:g} % interval"
         drawing.draw_band(ax, self.steps, means - half, means + half, color, label)
         ax.plot(self.steps, self.local_means[:, place], color=COLORS["local"], label="alone")
         (line,) = ax.plot(self.steps, means, color=color, lw=1.8, label="with the others")
         if self.truth is not None:
             ax.axhline(self.truth[place], color=COLORS["truth"], lw=1, ls="--", label="truth")
+        ax.set_ylabel("estimate")
         title = f"client {self.clients[place]}"
         ax.set_title(title, loc="left", fontsize="small", parse_math=False)
         return line
@@ -212,7 +213,7 @@ class StreamDisplay:
             (line,) = ax.plot(self.steps, error, color=COLORS[name], lw=1.8, label=label)
         ax.set_yscale("log")
         ax.set_ylabel("mean squared error")
-        title = f"bands: {level:.0%}, over clients"
+        title = f"bands: {100 * level:g} %, over clients"
         ax.set_title(title, loc="left", fontsize="x-small", color="0.3")
         drawing.legend_inside(ax)
         return line

@@ -95,12 +95,12 @@ class TotalsMixin:
         .. math:: \\sum_i a_i^\\top V_i a_i + m^\\top C m, \\qquad
                   m = \\sum_i (I - K_i) a_i,
 
-        where V_i is the client's posterior covariance given the population, C that of the
-        population's coefficients, and K_i the weight that a client's own rows have. Where errors
-        are averaged over the variances (`uncertainty`), what that adds to the variance of each
-        client's part is added, as if it were independent between clients: right for the total of
-        one client, and too much for that of many whose variances are hardly known. For classes and
-        counts rows are multiplied by the slope with which a single row has its own standard
+        where :math:`V_i` is the client's posterior covariance given the population, C that of the
+        population's coefficients, and :math:`K_i` the weight that a client's own rows have. Where
+        errors are averaged over the variances (`uncertainty`), what that adds to the variance of
+        each client's part is added, as if it were independent between clients: right for the total
+        of one client, and too much for that of many whose variances are hardly known. For classes
+        and counts, rows are multiplied by the slope with which a single row has its own standard
         deviation. Intervals are symmetric in the logit of the mean, or those of a lognormal
         variable.
         """

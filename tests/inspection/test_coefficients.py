@@ -104,7 +104,7 @@ def test_rows(feature, extras):
     ends = np.c_[values - half * stds, values + half * stds][order]
     np.testing.assert_allclose(segments[0][:, :, 0], ends)
     np.testing.assert_array_equal(segments[0][:, :, 1], np.c_[at, at])
-    expected = ["population", "90% interval", "personalized"]
+    expected = ["population", "90 % interval", "personalized"]
     if extras:
         own, own_stds, *_ = values_of(local, feature)
         np.testing.assert_array_equal(lines["local"][:, 0], own[order])
@@ -112,7 +112,7 @@ def test_rows(feature, extras):
         whiskers = np.c_[own - half * own_stds, own + half * own_stds][order]
         np.testing.assert_allclose(segments[1][:, :, 0], whiskers)
         np.testing.assert_array_equal(lines["truth"], np.c_[true[order], at])
-        expected = ["population", "90% interval", "local", "personalized", "truth"]
+        expected = ["population", "90 % interval", "local", "personalized", "truth"]
     assert legend_of(ax.get_legend()) == expected
     names = [label.get_text() for label in ax.get_yticklabels()]
     assert names == model.clients_[order].tolist()
@@ -217,7 +217,7 @@ def test_estimators_without_a_posterior_are_drawn_without_intervals():
     display.figure_.canvas.draw()
     np.testing.assert_array_equal(lines_of(display.ax_)["personalized"][:, 0], [0.0, 1.0, 2.0])
     assert not display.ax_.patches
-    assert "95% interval" not in legend_of(display.ax_.get_legend())
+    assert "95 % interval" not in legend_of(display.ax_.get_legend())
 
 
 def test_from_wrappers():

@@ -63,7 +63,7 @@ def test_rows(n_clients, with_truth):
     np.testing.assert_array_equal(
         connections[:, :, 0], np.c_[model.local_means_, model.means_][order]
     )
-    expected = ["population", "90% interval", "local", "personalized"]
+    expected = ["population", "90 % interval", "local", "personalized"]
     if with_truth:
         np.testing.assert_array_equal(drawn["truth"], np.c_[truth[order], at])
         expected.append("truth")
@@ -89,7 +89,7 @@ def test_points(with_truth):
     (intervals,) = segments_of(ax)
     np.testing.assert_array_equal(intervals[:, :, 1], np.c_[lower, upper])
     np.testing.assert_array_equal(intervals[:, 0, 0], model.local_means_)
-    drawn_names = {"no shrinkage", "population", "95% interval", "personalized"}
+    drawn_names = {"no shrinkage", "population", "95 % interval", "personalized"}
     assert set(legend_of(ax.get_legend())) - {"truth"} == drawn_names
     assert ("truth" in drawn) == ("truth" in legend_of(ax.get_legend())) == with_truth
     if with_truth:
@@ -147,7 +147,7 @@ def test_on_given_axes_and_again():
     assert display.figure_ is figure
     assert display.plot(kind="points", ax=axes[1], level=0.5) is display
     assert display.ax_ is axes[1]
-    assert "50% interval" in legend_of(axes[1].get_legend())
+    assert "50 % interval" in legend_of(axes[1].get_legend())
     assert len(plt.get_fignums()) == 1
 
 
@@ -180,7 +180,7 @@ def test_faint_intervals_are_seen_in_the_legend():
     model, _ = fitted(200)
     ax = ShrinkageDisplay.from_estimator(model).ax_
     handles = dict(zip(legend_of(ax.get_legend()), ax.get_legend().legend_handles, strict=True))
-    assert handles["95% interval"].get_alpha() > 0.5 > ax.collections[0].get_alpha() > 0
+    assert handles["95 % interval"].get_alpha() > 0.5 > ax.collections[0].get_alpha() > 0
 
 
 def test_names_are_not_read_as_mathematics():

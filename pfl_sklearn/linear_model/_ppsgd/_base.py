@@ -30,11 +30,6 @@ from pfl_sklearn.linear_model._ppsgd._updates import model_iterates
 
 # What the server keeps on sparse rows: the noise variance that features have got, and are due.
 _NOISE_ACCOUNT = ("settled", "variance")
-_SOLUTION_TEXT = r"""
-            float or None
-                :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
-                "theory".
-            """
 
 
 @with_parameters
@@ -182,10 +177,20 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
             """,
     )
     solution_norm: float | None = parameter(
-        default=None, ranges=[POSITIVE, None], text=_SOLUTION_TEXT
+        default=None,
+        ranges=[POSITIVE, None],
+        text=r"""
+            float or None
+                For "theory": the norm :math:`\|z^*\|_\alpha` of the solution.
+            """,
     )
     gradient_std: float | None = parameter(
-        default=None, ranges=[POSITIVE, None], text=_SOLUTION_TEXT
+        default=None,
+        ranges=[POSITIVE, None],
+        text=r"""
+            float or None
+                For "theory": :math:`\sigma_{tot,\alpha}`, the standard deviation of a gradient.
+            """,
     )
     clip_norm = parameter(
         text="""

@@ -1,12 +1,14 @@
 """Sphinx configuration. The build needs no network, and neither do the built pages."""
 
 import sys
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 
 from pfl_sklearn import __version__
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+import docstrings
 
 project = "pfl-sklearn"
 author = "pfl-sklearn developers"
@@ -27,17 +29,8 @@ default_role = "literal"
 nitpicky = False
 
 autosummary_generate = True
-
-
-def properties_of(full_name, attributes):
-    """Of the attributes of a class, the properties that say something; parameters stand above."""
-    module, _, name = full_name.rpartition(".")
-    kind = getattr(import_module(module), name)
-    found = [(each, getattr(kind, each, None)) for each in attributes]
-    return [each for each, value in found if isinstance(value, property) and value.__doc__]
-
-
-autosummary_context = {"properties_of": properties_of}
+# Sphinx does not store plain functions.
+autosummary_context = {"properties_of": partial(docstrings.properties_of)}
 autodoc_typehints = "none"
 toc_object_entries_show_parents = "hide"
 # Pages of classes list their members themselves (_templates/autosummary/class.rst).

@@ -131,7 +131,7 @@ def rows(found):
             continue  # as without noise
         name, each = _name(alpha_q), found[f"sigma {sigma:g}, alpha Q {alpha_q:g}"]
         values = " ".join(f"{each['risks'][k]:.3g}" for k in at)
-        label = name if alpha_q == 0 else f"sigma {sigma:g}, {name}"
+        label = name if alpha_q == 0 else f"noise multiplier {sigma:g}, {name}"
         after = ", ".join(map(str, SHOWN_ROUNDS))
         table.append([f"{label}: excess risk after {after} rounds", "curves only", values])
         if "local wins after" in each:

@@ -55,6 +55,7 @@ def local_coef_error(X: Any, noise_variance: float, coef: Any = None) -> float:
         raise ValueError(f"X must be of shape (n_rows, d); got an array of shape {X.shape}.")
     check_numbers("finite", X=X)
     check_numbers("finite and at least 0", noise_variance=noise_variance)
+    _check_scalar("noise_variance", noise_variance)
     _, lengths, directions = np.linalg.svd(X, full_matrices=False)
     # As numpy.linalg.matrix_rank has it.
     longest = lengths.max(initial=0.0) * max(X.shape) * np.finfo(float).eps
@@ -101,7 +102,7 @@ def distillation_log_density(
     population_probabilities : array-like of shape (n_inputs,), in (0, 1)
         The same of the population's model.
     psi : float, > 0
-        How close clients are to the population. (In AdaPeD's loss, psi is its inverse.)
+        How close clients are to the population. (AdaPeD's loss has 1 / (2 psi) in its place.)
     input_shares : array-like of shape (n_inputs,) or None, default=None
         Share p(x) of each input, above 0 and 1 in sum; None: equal shares.
     version : {"sound", "printed"}, default="sound"
@@ -130,6 +131,7 @@ def distillation_log_density(
         )
     check_numbers("in (0, 1)", probabilities=q, population_probabilities=shared)
     check_numbers("finite and above 0", psi=psi)
+    _check_scalar("psi", psi)
     check_one_of("version", version, ("sound", "printed"))
     given = np.full(shared.shape, 1 / len(shared)) if input_shares is None else input_shares
     shares = np.asarray(given, dtype=float)
@@ -144,3 +146,8 @@ def distillation_log_density(
     constant = betaln(1 + counts * shared, 1 + counts * (1 - shared))
     result = np.sum(exponent - constant, axis=-1)
     return float(result) if q.ndim == 1 else result
+
+
+def _check_scalar(name, value):
+    if np.ndim(value):
+        raise ValueError(f"{name} must be a single number; got shape {np.shape(value)}.")

@@ -38,6 +38,8 @@ def test_error_without_rows_or_with_a_column_twice():
         (lambda: local_coef_error(np.ones((1, 2)), 1.0), r"coef .* 2 columns and rank 1; got None"),
         (lambda: local_coef_error(np.ones(3), 1.0), r"X .* \(3,\)"),
         (lambda: local_coef_error(np.eye(2), 1.0, [1.0]), r"coef .* \(2,\).* \(1,\)"),
+        (lambda: local_coef_error(np.eye(2), [1.0, 2.0]), r"noise_variance .* single .* \(2,\)"),
+        (lambda: distillation_log_density([0.5], [0.5], [2.0, 4.0]), r"psi .* single .* \(2,\)"),
         (lambda: distillation_log_density([0.5, 0.5], [0.5], 1.0), r"\(2,\) and \(1,\)"),
         (lambda: distillation_log_density([0.5], [0.5], 1.0, [0.4]), r"input_shares .* \[0\.4\]"),
         (lambda: distillation_log_density([0.5], [0.5], 1.0, version="old"), r"version .* 'old'"),

@@ -200,7 +200,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     columns of strings or categories with one level for each client, with a warning.
 
     Default trees without clients, and all default ones of scikit-learn and LightGBM for classes,
-    are small, with 150 iterations. K classes of three or more have 300 / K each, and 30 at least.
+    are small, with 150 iterations. With K classes of three or more the latter have 300 / K, and 30
+    at least.
 
     With k folds each base estimator is fitted 2 k to k (k + 1) times on parts of the rows (with
     ``fallback=False`` 2 k times), and once to all rows if it predicts. Callbacks

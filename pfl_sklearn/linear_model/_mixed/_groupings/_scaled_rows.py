@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._algebra import near_combinations
 from pfl_sklearn.linear_model._mixed._groupings._posterior import Frame, Layout
 from pfl_sklearn.linear_model._mixed._groupings._products import Grouping
 from pfl_sklearn.linear_model._mixed._groupings._search import RatioShape
@@ -20,6 +19,7 @@ _DEPENDENT = 1e-9  # length of what a column adds to those before it, over its o
 # The same beside columns that come in single precision, over their length before centring, and at
 # most over that after it: of their sums rounding errors remain, which would have huge coefficients.
 _ROUNDED, _MOST_ROUNDED = 3e-7, 1e-4
+_NO_DIGITS = 1e-13  # share of the largest eigenvalue; sums of products are exact to about that
 _SHARED = 0.5  # of the largest weight in a dependence: a column that the others give exactly enough
 _SPARSE_SHARE = 0.5  # of zeros, from which on a column stays sparse, and roots centre it
 
@@ -180,10 +180,13 @@ def _independent(columns, raw, weights):
     left[: len(triangle)] = np.abs(np.diag(triangle))
     kept = np.flatnonzero(left > least)
     # Several columns may leave a direction of rounding errors that each of them adds enough to, as
-    # a total and amounts in cents. Without groupings such directions are left out by this rule.
+    # a total and amounts in cents: their products, which the fit rests on, have no digits for it.
     products = triangle.T @ triangle
-    while (near := near_combinations(products[np.ix_(kept, kept)])).size:
-        weights = np.abs(near[:, 0])
+    while len(kept):
+        values, vectors = np.linalg.eigh(products[np.ix_(kept, kept)])
+        if values[0] > _NO_DIGITS * values[-1]:
+            break
+        weights = np.abs(vectors[:, 0])
         kept = np.delete(kept, np.flatnonzero(weights > _SHARED * weights.max())[-1])
     return kept
 

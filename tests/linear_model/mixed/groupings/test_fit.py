@@ -430,13 +430,17 @@ def test_columns_of_double_precision_may_nearly_agree():
     )
     least = _scaled_rows._smallest_addition(double)
     assert least == 1e-9
+    year = rng.integers(2000, 2020, 600).astype(float)
+    for columns in (double, np.column_stack([year, year**2, year**3])):
+        centred = columns - columns.mean(axis=0)
+        assert len(_scaled_rows._independent(centred, columns, None)) == 3
     single = np.float32(rng.normal(8.9, 0.2, 600)).astype(float)
     single[:200] = single.mean()  # filled in
     assert 1e-6 < _scaled_rows._smallest_addition(np.column_stack([double, single])) < 1e-4
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
-@pytest.mark.parametrize("error", [1.0, 0.1, 1e-3])  # of the total, in cents
+@pytest.mark.parametrize("error", [0.1, 0.01, 1e-3])  # of the total, in cents
 @pytest.mark.parametrize("kind", [PersonalizedLinearRegression, PersonalizedLogisticRegression])
 def test_a_total_of_amounts_in_cents_makes_no_column(kind, error):
     """Each amount adds enough to those before it; all together leave differences of cents."""

@@ -356,8 +356,8 @@ def draw_methods(found, path):
     )
     ax.tick_params(length=0)
     ax.set_title(
-        f"Accuracy in percent; white: {_FADES} points or more below the best of a column (bold). "
-        "grey: not computed. *: one seed",
+        f"Accuracy in percent; white: {_FADES} points or more below the best of a column (bold); "
+        "grey: not computed; *: one seed",
         fontsize=9,
         loc="left",
     )

@@ -36,10 +36,8 @@ theirs as they are printed, as the printed algorithms give them here, and as the
 
 Not everything can be regenerated. The tables of paper A on images stand in the :doc:`comparison on
 images <comparison>`, with subsets of FEMNIST and CIFAR-10. There are no figures for CIFAR-100 and
-Stack Overflow (B, 1b), whose data we do not have. :ref:`One example
-<sphx_glr_auto_examples_privacy_plot_ppsgd_synthetic.py>` has B's Figure 1a and :ref:`another
-<sphx_glr_auto_examples_privacy_plot_ppsgd_tradeoff.py>` the trade-off of its Figure 2 on other
-tables; Figures 1c and 1d are not computed.
+Stack Overflow (B, 1b and the left of 2), whose data are missing here, and B's Figures 1c and 2 have
+digits of other writers than the paper. Its Figure 1d is not computed.
 """
 ERRATA = """
 Errata
@@ -92,7 +90,7 @@ FAULTS = [
      "``PersonalizedLinearRegression(method=\"printed\", noise_variance=...)``"),
     ("A, (53) (ICLR)", "the error of least squares, also with fewer rows than columns",
      "an estimate of minimum norm misses the part that no row has to do with as well",
-     "``local_coef_error(X, noise_variance)``; with ``coef``, both parts"),
+     "``local_coef_error(X, noise_variance, coef=...)`` of coefficients of 0"),
     ("A, (57) (ICLR): density of distillation", "Beta arguments divided by psi p(x)", "multiplied",
      "``distillation_log_density(version=\"printed\")``"),
     ("A, Theorem 5 (ICLR), 7 (long)", "clipping and noise in every local step, a Poisson bound for "

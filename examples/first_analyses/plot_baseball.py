@@ -112,7 +112,7 @@ print(table.round(4).to_string())
 # %%
 # Eighteen clients are too few for privacy. At an epsilon of 1, most of the gain from pooling is
 # lost under either kind of trust, and repeated fits differ widely. Errors come close to those
-# without privacy only at an epsilon of 8, but odds of 3,000 to 1, protect nobody.
+# without privacy only at an epsilon of 8, but odds of 3,000 to 1 protect nobody.
 colors = {"local": "#1f5fa8", "central": "#c1440e"}
 fig, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
 for name, error in squares.items():

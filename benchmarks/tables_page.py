@@ -113,9 +113,9 @@ WHY = {
     ("bacteria", "inside"): _FEW_ROWS,
     ("bacteria", "forecast"): _FEW_ROWS,
     ("borrowers", "whole"): (
-        "CatBoost's 1,000 trees by default predict better than the stack's 100 to 150. Large incomes "
-        "are not the reason: without the ten largest of the first split within clients, the errors are "
-        "28,965 and 31,511."
+        "CatBoost's 1,000 trees by default predict better than the stack's 100 to 150. Large "
+        "incomes are not the reason: without the ten largest of the first split within clients, "
+        "the errors are 28,965 and 31,511."
     ),
     ("birds", "whole"): "Tuning pays here: CatBoost at its defaults has 0.8067.",
     ("force", "whole"): "Tuning pays here: CatBoost at its defaults has 0.6906.",

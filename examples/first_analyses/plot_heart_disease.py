@@ -154,8 +154,9 @@ print(by_hospital.T.round(3).to_string())
 # %%
 # A random intercept with common effects does as well as any model with more random effects. The
 # pooled model is about as good in the other three hospitals, but it is wrong about Switzerland.
-# Local models without a penalty do worst everywhere. With scikit-learn's penalty they come close,
-# because these hospitals are large enough: the smallest has about ten patients per coefficient.
+# Local models without a penalty do worst everywhere; their loss in Switzerland is infinite and has
+# no mark. With scikit-learn's penalty they come close, because these hospitals are large enough:
+# the smallest has about ten patients per coefficient.
 colors = ["#8c8c8c", "#8c8c8c", "#c1440e", "#1f5fa8", "#1f5fa8", "#1f5fa8"]
 marks = ["o", "s", "o", "o", "s", "^"]
 fig, ax = plt.subplots(figsize=(7, 4), layout="constrained")

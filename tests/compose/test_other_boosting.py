@@ -71,7 +71,9 @@ def test_a_word_stands_for_parts_of_that_library(library, kind, tmp_path, monkey
     assert list(model.named_estimators_) == [library + end for end in ends]
     first, with_client = list(model.named_estimators_.values())[:2]
     assert type(first) is type(with_client.estimator_) is type(inner)
-    assert model.score(X, y, groups=groups) > 0.8
+    seen = np.arange(len(y)) % 3 > 0
+    found = clone(model).fit(X[seen], y[seen], groups=groups[seen])
+    assert found.score(X[~seen], y[~seen], groups=groups[~seen]) > 0.75
     assert clone(model).estimators == library
     assert f"{library}_client" in estimator_html_repr(model)
     again = pickle.loads(pickle.dumps(model))

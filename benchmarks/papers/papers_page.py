@@ -1,6 +1,7 @@
 """The page of the papers: panels beside the print, errata, and an index of algorithms."""
 
 import io
+import re
 
 import matplotlib
 
@@ -170,6 +171,9 @@ ALGORITHMS = [
 ]  # fmt: skip
 
 
+_UNITED = re.compile(r" (?=[±%])|(?<=±) ")  # spaces at which no figure breaks
+
+
 def pages(panels, found):
     """Contents of the page and its pictures, by path below the documentation."""
     parts, written = [INTRODUCTION], {}
@@ -225,5 +229,7 @@ def _heading(text, line):
 
 def _csv(header, rows):
     lines = ["", ".. csv-table::", "   :header-rows: 1", "   :class: table-sm small", ""]
-    lines += ["   " + ", ".join(f'"{cell}"' for cell in row) for row in [header, *rows]]
+    for row in [header, *rows]:
+        cells = [_UNITED.sub("\N{NO-BREAK SPACE}", each) for each in row]
+        lines.append("   " + ", ".join(f'"{cell}"' for cell in cells))
     return "\n".join(lines) + "\n"

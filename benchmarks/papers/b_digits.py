@@ -178,7 +178,7 @@ def why(found):
     assert (gains[k + 1 :] < 0).all()
     error = 100 * math.sqrt(0.25 / found["test rows"])
     return (
-        f"This is another regime than the paper's: {found['clients']} writers with some 15 rows to "
+        f"The setting differs from the paper's: {found['clients']} writers with some 15 rows to "
         "train instead of 1,000 with about 100, so that a client is sampled in every twentieth "
         "round instead of every hundredth, and the same noise costs more. As in the paper, local "
         "learning is poor, and global learning is as good as any without privacy. A share of both "

@@ -1180,4 +1180,3 @@ def test_classes_divide_the_default_iterations_but_not_given_ones(n_classes, exp
     assert bases["hgb"].max_iter == expected
     assert bases["hgb_client"].estimator.max_iter == 150
     assert model.get_params()["hgb__max_iter"] == 150
-    assert repr(model.get_params()["hgb"]).count("max_iter=150") == 1

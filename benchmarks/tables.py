@@ -46,9 +46,9 @@ import more_tables  # noqa: E402
 from tests.helpers import public_tasks  # noqa: E402
 
 SPLITS, TEST_SIZE, INNER_FOLDS, WORKERS = 5, 0.2, 3, 2
-FEW_SPLITS = 3  # of the five, on tables from packages but the final ones, and on the large ones
-FEWEST_SPLITS = 2  # of whole clients on tables of ratings; of 194 columns and 50,000 rows: hours
-FEWEST = ("ames", "flights")
+FEW_SPLITS = 3  # of the five, on large tables
+FEWEST_SPLITS = 2  # of whole clients on tables of ratings; of 50,000 rows with two ids: hours
+FEWEST = ("flights",)
 ORIGINS = 3  # of forecasts; of tables with four times the third would learn from one
 FOUR_TIMES = ("airfare", "ohio", "socatt", "respiratory")
 RATINGS = ("movielens", "movielens_liked", "insteval", "insteval_liked")
@@ -312,8 +312,7 @@ def _n_splits(task, kind):
         return (ORIGINS - (task in FOUR_TIMES or task in FEWEST)) * TASKS[task].has_time
     if task in FEWEST or (kind == "whole" and task in RATINGS):
         return FEWEST_SPLITS
-    is_five = TASKS[task].part in ("old", "final") and task not in LARGE
-    n_splits = SPLITS if is_five else FEW_SPLITS
+    n_splits = FEW_SPLITS if task in LARGE else SPLITS
     return min(n_splits, 4) if (task, kind) == ("heart", "whole") else n_splits
 
 

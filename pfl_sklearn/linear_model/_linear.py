@@ -509,14 +509,14 @@ class PersonalizedLinearRegression(
         if grouped is None:
             fit = LINEAR_FITS[type(prior).__name__, options.method, options.solver]
             estimates = fit(table, prior, options)
+            at = estimates.unidentified
+            if at is None or estimates.no_pooling:
+                at = np.arange(estimates.first, table.n_columns)
+            if len(at):  # the design may be short of full rank
+                estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
         else:
             estimates = fit_groupings(table, prior, options, grouped)
-        at = estimates.unidentified
-        if at is None or estimates.no_pooling:
-            at = np.arange(estimates.first, table.n_columns)
-        if len(at):  # the design may be short of full rank
-            estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
-            warn_unidentified(estimates.row_space, table.names)
+        warn_unidentified(estimates.row_space, table.names)
         if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
             warn_of_exact_fit(table, estimates)
         if not estimates.converged:

@@ -326,16 +326,16 @@ class LinkRegression(CallbackSupportMixin, GroupedRegression):
 
     def _fit_without_privacy(self, table, prior, state):
         options, family = self._fit_parameters(), state["_row_family"]
+        first = 0 if prior.mean is None else table.n_random
         grouped = state.pop("_grouped", None)
         if grouped is None:
             warn_of_long_fit(table, family)
             estimates = fit_link(table, prior, family, options)
+            # None where a penalty identifies all coefficients.
+            at = np.flatnonzero(~estimates.estimable.all(axis=0))
+            estimates = estimates._replace(row_space=find_row_space(table, at, first))
         else:
             estimates = fit_grouped_link(table, prior, family, options, grouped)
-        first = 0 if prior.mean is None else table.n_random
-        # None where a penalty identifies all coefficients.
-        at = np.flatnonzero(~estimates.estimable.all(axis=0))
-        estimates = estimates._replace(row_space=find_row_space(table, at, first))
         warn_of_separation(self, estimates, table, first)
         warn_of_lost_accuracy(self, estimates)
         warn_unidentified(estimates.row_space, table.names)

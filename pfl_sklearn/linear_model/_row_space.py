@@ -5,6 +5,7 @@ column and twice that column, a column of zeros. Then x' beta is estimable only 
 same kind, which lie in the row space of the design. Other rows get a prediction, but no error.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -103,10 +104,21 @@ class RowSpace(NamedTuple):
         return f"{self.names[pivot]!r} is {_format_sum(terms)}{end}"
 
 
-def find_row_space(table, at, first):
-    """RowSpace of a table among its columns `at`; None if they are linearly independent.
+def space_of_left_out(table, free, first):
+    """RowSpace by which a fit left out the columns that are not `free`; None if it kept all.
 
     `first` is the first column with a free population coefficient.
+    """
+    columns = np.arange(first, len(table.names))
+    left_out = np.setdiff1d(columns, free)
+    return find_row_space(table, columns, first, left_out) if len(left_out) else None
+
+
+def find_row_space(table, at, first, left_out=None):
+    """RowSpace of a table among its columns `at`; None if they are linearly independent.
+
+    `first` is the first column with a free population coefficient. The relations are those that
+    hold up to rounding or, given columns that a fit left out, those of these with all others.
     """
     means, weight = table.means()
     centre, intercept = np.zeros(len(table.names)), table.intercept
@@ -118,7 +130,12 @@ def find_row_space(table, at, first):
         return None
     centre = centre[at]
     normal = sum(rows.T @ rows for rows in table.centred_columns(at, centre))
-    relations, scale, pivots = _relations(normal / weight, centre)
+    if left_out is None:
+        find = _nearly_dependent
+    else:
+        rows = np.vstack(list(table.centred_columns(at, centre)))
+        find = partial(_expressed_by_others, rows, np.isin(at, left_out))
+    relations, scale, pivots = _relations(normal / weight, centre, find)
     if not len(pivots):
         return None
     errors = sum(
@@ -168,19 +185,36 @@ def warn_rows_outside(space, x):
         )
 
 
-def _relations(squares, centre):
-    """Relations (k, r) at scaled columns, the scale (k,) and pivots (r,), from mean squares."""
+def _relations(squares, centre, find):
+    """Relations (k, r) at scaled columns, the scale (k,) and pivots (r,), from mean squares.
+
+    ``find(squares, live)`` has those among the columns that are not constant.
+    """
     alive = np.diag(squares) > 0
     scale = np.sqrt(np.where(alive, np.diag(squares), 1.0))
     scale[~alive] = np.maximum(_CONSTANT * np.abs(centre[~alive]), _ZERO_COLUMN_SCALE)
     live, dead = np.flatnonzero(alive), np.flatnonzero(~alive)
-    vectors, at = _echelon(near_combinations(squares[np.ix_(live, live)]).T)
+    vectors, at = find(squares, live)
     relations = np.zeros((len(scale), len(at) + len(dead)))
     relations[live, : len(at)] = vectors.T
     relations[dead, len(at) + np.arange(len(dead))] = 1.0  # each by itself
     pivots = np.concatenate([live[at], dead])
     order = np.argsort(pivots)
     return relations[:, order], scale, pivots[order]
+
+
+def _nearly_dependent(squares, live):
+    return _echelon(near_combinations(squares[np.ix_(live, live)]).T)
+
+
+def _expressed_by_others(rows, left_out, squares, live):
+    """Vectors (r, k) that express columns that were left out by the others, and their pivots."""
+    is_out = left_out[live]
+    scaled = rows[:, live] / np.sqrt(np.diag(squares)[live])
+    vectors = np.zeros((is_out.sum(), len(live)))
+    vectors[:, is_out] = np.eye(len(vectors))
+    vectors[:, ~is_out] = -np.linalg.lstsq(scaled[:, ~is_out], scaled[:, is_out])[0].T
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True), np.flatnonzero(is_out)
 
 
 def _echelon(vectors):

@@ -117,6 +117,29 @@ def test_groupings_leave_no_error_to_coefficients_that_the_rows_do_not_tell_apar
         assert np.isnan(errors_of(model, rows.assign(twice=50.0), groups)).all()
 
 
+@pytest.mark.parametrize("kind", ["linear", "two classes"])
+def test_a_relation_up_to_single_precision_leaves_no_errors_beside_groupings(kind):
+    """Errors of the slope that was kept were a fifteenth of the distance to the truth."""
+    x = np.float32(np.random.default_rng(0).normal(size=len(X1)))
+    X = pd.DataFrame(
+        {"x": x, "t": 2 * x + np.float32(3000), "level": np.resize(list("abcde"), len(x))}
+    )
+    with open_fit(match="'intercept', 'x', 't' are NaN, because .* 't' is 3e\\+03 \\+ 2 'x' up to"):
+        model = fitted(kind, X, groupings=["level"])
+    assert model.summary().loc["fixed", "std_error"].isna().all()
+    with outside():
+        assert np.isnan(errors_of(model, X[:1].assign(t=3050.0), [0])).all()
+
+
+def test_a_column_of_zeros_takes_no_error_from_others_beside_groupings():
+    rng = np.random.default_rng(1)
+    X = pd.DataFrame({"x": X1, "t": 2 * X1 + 2e-5 * rng.normal(size=len(X1)), "zero": 0.0})
+    X["level"] = np.resize(list("abcde"), len(X1))
+    model = fitted("linear", X, groupings=["level"])
+    errors = model.summary().loc["fixed", "std_error"]
+    assert np.isnan(errors["zero"]) and (errors[["intercept", "x", "t"]] > 0).all()
+
+
 @every
 @pytest.mark.parametrize("group", [0, 99])
 def test_rows_outside_have_a_prediction_and_no_error(kind, group):

@@ -22,7 +22,7 @@ from pfl_sklearn.linear_model._mixed._identifiability import (
     varying_columns,
 )
 from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates
-from pfl_sklearn.linear_model._row_space import find_row_space
+from pfl_sklearn.linear_model._row_space import space_of_left_out
 
 _BYTES_PER_EFFECT = 14_000  # at the peak of a larger fit, measured: 200 draws, probes and copies
 STOP = 1e-2  # root of the gain, in twice the nats, at which a search by random signs ends
@@ -156,21 +156,12 @@ def _estimates(table, prior, rows, scaled, offset, result):
         -0.5 * (equations.criterion - log_weights),
         result.n_iter,
         result.converged or equations.is_exact,  # more iterations find nothing
-        unidentified=_unidentified(table, scaled, first),
+        unidentified=np.setdiff1d(np.arange(first, table.n_columns), scaled.free),
+        row_space=space_of_left_out(table, scaled.free, first),
         first=first,
         centre=scaled.centre if is_shaped else None,
         levels=fitted_levels(rows, scaled, effects, covariances, table.intercept),
     )
-
-
-def _unidentified(table, scaled, first):
-    """Positions of the columns that the fit left out, and of those that they depend on."""
-    columns = np.arange(first, table.n_columns)
-    left_out = np.setdiff1d(columns, scaled.free)
-    space = find_row_space(table, columns, first) if len(left_out) else None
-    if space is None:
-        return left_out
-    return np.union1d(left_out, np.flatnonzero(space.unidentified_coefficients(table.n_columns)))
 
 
 def _warn_of_exact_fit(table, equations, effects):

@@ -36,6 +36,7 @@ from pfl_sklearn.linear_model._mixed._population_fit import (
 from pfl_sklearn.linear_model._mixed._predictions import FittedRows
 from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates
 from pfl_sklearn.linear_model._mixed._table import varies_within_clients
+from pfl_sklearn.linear_model._row_space import find_row_space, space_of_left_out
 
 _DISPERSION_REACH = 1.5  # of log dispersions around the start
 _NEAR_BOUND, _MOST_WINDOWS = 0.1, 10  # of the same; windows move on from their bounds
@@ -288,6 +289,7 @@ def _estimates(table, prior, rows, scaled, options, known, weak, fit):
     if table.n_clients == 1 and prior.covariance is None:
         covariances[0] = np.full((q, q), np.nan)
     shift = shifts[0] @ client_back.T
+    identified, row_space = _identified(table, rows.columns, scaled, prior, weak.slopes)
     return MixedModelEstimates(
         population[None],
         back @ root @ root.T @ back.T,
@@ -299,7 +301,8 @@ def _estimates(table, prior, rows, scaled, options, known, weak, fit):
         -0.5 * (fit.criterion - equations.penalties),
         fit.result.n_iter,
         fit.result.converged,
-        estimable=_estimable(rows.columns, scaled, prior, weak.slopes)[None],
+        row_space=row_space,
+        estimable=identified[None],
         centre=scaled.centre if is_shaped else None,
         effects=EffectPosterior(np.eye(q), 1, 1, shift, None, None),
         family=model.family,
@@ -330,18 +333,25 @@ def _posterior(fit, scaled):
     return layout.posterior(equations)
 
 
-def _estimable(columns, scaled, prior, precision):
+def _identified(table, columns, scaled, prior, precision):
     """Whether (p,) rows (n, p) determine the population's coefficients, or a penalty does.
 
-    `precision` is that of the free ones (f,).
+    Also the RowSpace by which they do not. `precision` is that of the free ones (f,).
     """
     first = 0 if prior.mean is None else len(scaled.layout.frames[0].positions)
     result, free = np.ones(columns.shape[1], dtype=bool), columns[:, first:]
-    if len(scaled.free) < free.shape[1]:
+    if len(scaled.free) == free.shape[1]:
+        return result, None
+    if precision.any():
         normal, at = free.T @ free, scaled.free - first
         normal[at, at] += len(columns) * (precision > 0)
         result[first:] = estimable(normal)
-    return result
+        return result, find_row_space(table, np.flatnonzero(~result), first)
+    space = space_of_left_out(table, scaled.free, first)
+    result[first:] = np.isin(np.arange(first, len(result)), scaled.free)
+    if space is not None:
+        result &= ~space.unidentified_coefficients(len(result))
+    return result, space
 
 
 def _joint_root(fit, root, variances):

@@ -58,7 +58,7 @@ LARGE = (
 )
 STACK_FOLDS = 5  # of the stack by default
 BLOCKS = 100  # of clients, at most, whose losses of a forecast are kept apart
-LIMIT = 10  # minutes of the processor for a cell; a peer that takes longer is left out of the task
+LIMIT = 10  # CPU minutes of a cell; a peer that takes longer is left out of the task
 KINDS = ("inside", "whole", "forecast")
 
 
@@ -282,7 +282,7 @@ def _of_blocks(of_rows, groups):
 
 
 _PARTS = ("known_part_", "new_part_")
-_TOO_LONG = f"more than {LIMIT} minutes of the processor"
+_TOO_LONG = f"more than {LIMIT} CPU minutes"
 
 
 def _too_slow(*_):

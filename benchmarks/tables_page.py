@@ -23,6 +23,7 @@ README = (
 )
 README_ROWS = 8
 WITHIN = 2  # standard errors
+_ROUNDING = 1e-8  # relative difference of the same predictions
 TITLES = {
     "inside": "Rows of known clients",
     "whole": "New clients",
@@ -95,9 +96,8 @@ WHY = {
         "0.0347 at its defaults, and without these (``max_ctr_complexity=1``) 0.0352, as the stack."
     ),
     ("landmine", "inside"): "Tuning pays here: CatBoost at its defaults has 0.1718.",
-    ("ames", "whole"): (
-        "The linear model without clients is a part of the stack, but the folds of some 22 "
-        "neighbourhoods do not single it out."
+    ("ames", "inside"): (
+        "CatBoost has 1,000 trees of 64 leaves by default. With as many as tuning takes it has 0.1176."
     ),
     ("chem97", "inside"): _AT_ONCE,
     ("chem97", "whole"): _AT_ONCE,
@@ -227,6 +227,7 @@ def summaries(task, kind, found):
         lines = [lines[split] for split in sorted(own)]
         errors = np.array([_error(task, line) for line in lines])
         excess = errors - [_error(task, own[split]) for split in sorted(own)]
+        excess[np.abs(excess) < _ROUNDING * errors] = 0.0
         result[method] = Summary(
             errors.mean(),
             _standard_error(task, lines, errors),

@@ -465,7 +465,7 @@ def test_lines_of_tables_are_found_again(tables, tmp_path):
     assert results.of("small") == {str(cell): line}
     assert len(tables.cells_of("heart", ["default"])) == 9
     kinds = [(each.kind, each.split) for each in tables.cells_of("ohio", ["default", "merf"])]
-    of_splits = [(kind, split) for kind in ("inside", "whole") for split in range(3)]
+    of_splits = [(kind, split) for kind in ("inside", "whole") for split in range(5)]
     assert kinds == [*of_splits, ("forecast", 0), ("forecast", 1)]
 
 

@@ -97,7 +97,7 @@ WHY = {
     ),
     ("landmine", "inside"): "Tuning pays here: CatBoost at its defaults has 0.1718.",
     ("ames", "inside"): (
-        "CatBoost has 1,000 trees of 64 leaves by default. With as many as tuning takes it has 0.1176."
+        "CatBoost has 1,000 trees of 64 leaves by default. With tuned ones it has 0.1176."
     ),
     ("chem97", "inside"): _AT_ONCE,
     ("chem97", "whole"): _AT_ONCE,

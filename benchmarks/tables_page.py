@@ -115,6 +115,10 @@ WHY = {
         "incomes are not the reason: without the ten largest of the first split within clients, "
         "the errors are 28,965 and 31,511."
     ),
+    ("flights", "whole"): (
+        "With so many rows larger trees predict better for new clients, too. Those with encoded "
+        "targets have 64 leaves, the stack's 8 in 150 iterations."
+    ),
     ("birds", "whole"): "Tuning pays here: CatBoost at its defaults has 0.8067.",
     ("force", "whole"): "Tuning pays here: CatBoost at its defaults has 0.6906.",
 }
@@ -164,10 +168,9 @@ one exception: the decision to forecast the last three fifths of each series rat
 last fifth. Later choices rest on the other tables, but the fifteen had been seen by then. A further
 dozen (with two stars) were named, for what they have, before anything was fitted to them, and
 nothing was chosen by them: 50,000 rows, dates, string columns with thousands of levels, missing
-values, 114 columns, clients of one or two rows, heavy tails, and three to five classes. Those that
-are not complete are left out. Their standard errors are clustered by client, too. Where dates are
-strings, all methods but the stack get days. With more than two classes, the personalized logistic
-model has no groupings.
+values, 114 columns, clients of one or two rows, heavy tails, and three to five classes. Their
+standard errors are clustered by client, too. Where dates are strings, all methods but the stack get
+days. With more than two classes, the personalized logistic model has no groupings.
 
 Results of the stack are of the present version, but for MovieLens ratings and both tables of
 ratings of 4 and more. Its seconds for new clients of two classes, and results of ``default``, are

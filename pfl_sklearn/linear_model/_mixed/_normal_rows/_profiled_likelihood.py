@@ -214,8 +214,11 @@ def whiten(reduced, factor, reuse=None):
         diagonals = np.empty(stack.rows.shape[:2])
         for part in row_slices(len(rows), rows[:1].size, _WHITENED_BLOCK):
             random = stack.rows[part, :, : reduced.n_random]
-            scaled = random * factor if factor.ndim == 1 else random @ factor
-            covariance = scaled @ scaled.transpose(0, 2, 1)
+            if factor.ndim == 1:
+                covariance = (random * factor**2) @ random.transpose(0, 2, 1)
+            else:
+                scaled = random @ factor
+                covariance = scaled @ scaled.transpose(0, 2, 1)
             covariance += np.eye(covariance.shape[1])
             lower = np.linalg.cholesky(covariance)
             diagonals[part] = np.einsum("bkk->bk", lower)
@@ -361,17 +364,20 @@ class ProfiledLikelihood(NamedTuple):
         # clients at once.
         q = self.reduced.n_random
         slope, explained, expected = np.zeros(q), np.zeros(q), np.zeros(q)
-        free = point.root[self.first :]
+        free, length = point.root[self.first :], np.sqrt(point.square / self.reduced.n_rows)
         average, across = np.zeros((q, q)), np.zeros((len(free), q))
         for rows, random, projected, pulled in self._slope_parts(point):
             slope += np.einsum("bkq,bkq->q", random, projected)
             explained += np.einsum("bq,bq->q", pulled, pulled) / point.noise
+            # Single precision: curvatures are for the length of a step, not for where steps end.
+            rows, pulled = (part.astype(np.float32) for part in (rows, pulled / length))
+            random = rows[:, :, :q]
             expected += np.sum(np.einsum("bkq,bkq->bq", random, random) ** 2, axis=0)
             products = flat_rows(random * pulled[:, None, :])
             average += products.T @ products
             across += flat_rows(rows)[:, self.first : -1].T @ products
         across = free.T @ across
-        average = (average - across.T @ across) / point.noise
+        average = (average - across.T @ across) * (length**2 / point.noise)
         if self.noise is None:
             average -= np.multiply.outer(explained, explained) / max(point.n_free, 1)
         np.fill_diagonal(average, np.maximum(np.diag(average), 0.0))  # rounding may leave less

@@ -52,34 +52,39 @@ class ClientModes(NamedTuple):
 
 def client_modes(table, stacks, maximum):
     """Modes, criterion and information of all clients at the population of a MarginalMaximum."""
-    family, factor = maximum.family, maximum.factor
+    family, factor, p = maximum.family, maximum.factor, table.columns.shape[1]
     a = family.n_outputs
-    function = partial(_stack_modes, family=family, population=maximum.population, factor=factor)
-    # The states of the search are at the modes or near them; without a search we start at zero.
-    states = maximum.states or [None] * len(stacks)
-    # Workers would have to send back as much as the rows are.
-    results = map_batches(function, zip(stacks, states, strict=True), 1)
-    parts, whitened, values, converged, states = zip(*results, strict=True)
     deviations = np.empty((table.n_clients, a, table.n_random))
     # Clients with fewer rows get rows of zeros, which say nothing.
-    longest = max(block.shape[1] for block in whitened)
-    rows = np.zeros((table.n_clients, longest, a * table.columns.shape[1]))
-    for stack, part, block in zip(stacks, parts, whitened, strict=True):
-        deviations[stack.clients] = part
-        rows[stack.clients, : block.shape[1]] = block
+    longest = max(_n_whitened(stack.x.shape[1], p, factor.shape[1], family) for stack in stacks)
+    rows = np.zeros((table.n_clients, longest, a * p))
+    at = {"population": maximum.population, "factor": factor}
+    function = partial(_stack_modes, family=family, **at, deviations=deviations, rows=rows)
+    # The states of the search are at the modes or near them; without a search we start at zero.
+    states = maximum.states or [None] * len(stacks)
+    # Here, as workers would have to send back as much as the rows are.
+    results = map_batches(function, zip(stacks, states, strict=True), 1)
+    values, converged, states = zip(*results, strict=True)
     value = float(sum(values)) + table.constant(family)
     return ClientModes(deviations, rows, value, all(converged), list(states))
 
 
-def _stack_modes(stack, state, *, family, population, factor):
-    """Deviations (b, a, q), whitened rows, summed criterion, whether modes were found, state."""
+def _stack_modes(stack, state, *, family, population, factor, deviations, rows):
+    """Summed criterion, whether modes were found, state; fills deviations and whitened rows."""
     form = choose_mode_system(stack.x, factor)
     mode = find_mode(form, family, stack.predictors(population), stack, state, CLOSE_ENOUGH)
-    deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
+    deviations[stack.clients] = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
     roots = family.curvature_roots(mode.predictors, stack.y, stack.w)
     whitened, log_det = whitened_rows(form, roots, stack.x)
+    rows[stack.clients, : whitened.shape[1]] = whitened
     value = float(np.sum(mode.value) - 0.5 * log_det)
-    return deviations, whitened, value, bool(mode.converged.all()), mode.state
+    return value, bool(mode.converged.all()), mode.state
+
+
+def _n_whitened(n, p, r, family):
+    """Whitened rows that are left of n rows of p columns, with r effects."""
+    c, a = family.coding.shape
+    return n if r * a == 1 and n <= _ROWS_PER_COLUMN * p else min(n * c, p * a)
 
 
 def penalized_information(rows, a, precision):

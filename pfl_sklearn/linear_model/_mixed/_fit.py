@@ -61,31 +61,34 @@ def fit_link(table, prior, family, options):
     with batch_mapper(options.n_jobs) as run:
         shared = SharedStacks(table.stacks(), run)
         maximum, search = find_population(table, shared, family, prior, mean, covariance, options)
-        modes, n_points = client_modes(table, shared.stacks, maximum), search.n_points(maximum)
+        n_points, value = search.n_points(maximum), None
         if n_points > 1:  # the modes know Laplace's approximation alone
-            criterion = MarginalLikelihood(table, shared, maximum, n_points)
-            value = criterion(maximum.population, maximum.factor)[0]
-            modes = modes._replace(log_likelihood=value)
+            likelihood = MarginalLikelihood(table, shared, maximum, n_points)
+            value = likelihood(maximum.population, maximum.factor)[0]
+            del likelihood
         share = _averaging_share(table, maximum, options) if covariance is None else 0.0
         observed = None
         # Averages count already that the variance was estimated; they need no second correction.
         if options.uncertainty == "full" and share < 1:
             observed = search.observed_root(maximum)
+    stacks, weak, direction = shared.stacks, search.weak, search.shape.matrix(search.shape.start)
+    del shared, search  # the likelihood's copy of all rows goes before there are whitened ones
+    modes = client_modes(table, stacks, maximum)
+    modes = modes if value is None else modes._replace(log_likelihood=value)
     spread = table.predictor_spread(maximum.factor)
     # Means of responses are by quadrature even if the fit is not.
     n_nodes = choose_n_points("auto", family, maximum.factor, spread)
-    effects = effect_posterior(table, shared.stacks, maximum, modes.states, spread, n_nodes)
-    information = penalized_information(modes.rows, family.n_outputs, search.weak.slopes)
+    effects = effect_posterior(table, stacks, maximum, modes.states, spread, n_nodes)
+    information = penalized_information(modes.rows, family.n_outputs, weak.slopes)
     root = inverse_root(information)[0]
     errors = information, root if observed is None else observed
-    estimates = _original_estimates(prior, frame, maximum, modes, effects, errors, search.weak)
+    estimates = _original_estimates(prior, frame, maximum, modes, effects, errors, weak)
     if shaped:
         estimates = estimates._replace(centre=frame.centre)
     if share == 0:
         return estimates
-    direction = search.shape.matrix(search.shape.start)
-    rows, estimate = (table, shared.stacks, options), (maximum, modes.deviations[:, 0], root)
-    case = EffectCase(*rows, *estimate, search.weak, n_points, frame, direction)
+    rows, estimate = (table, stacks, options), (maximum, modes.deviations[:, 0], root)
+    case = EffectCase(*rows, *estimate, weak, n_points, frame, direction)
     return with_averages(estimates, share, partial(average_effects, case), holds_rows=True)
 
 
@@ -213,9 +216,10 @@ def _original_estimates(prior, frame, maximum, modes, effects, errors, weak):
     covariance = factor @ factor.T
     coefficients = np.tile(population, (m, 1, 1))
     coefficients[:, :, :q] += coding @ deviations
+    # In place: a copy would be one of all rows.
     rows = modes.rows.reshape(*modes.rows.shape[:2], a, p)
-    if centre.any():
-        rows = rows + rows[..., intercept, None] * centre
+    for k in np.flatnonzero(centre):
+        rows[..., k] += centre[k] * rows[..., intercept]
     if a > 1:
         rows = coding @ rows
     # Deviations of the classes share a covariance; the coding takes out their common shift.
@@ -247,4 +251,5 @@ def _scaled_posterior(rows, between_root, root):
     # For columns at a distance D from zero entries of covariances grow with its square and cancel
     # in the clients' variances. Those of roots grow with D, so digits are left.
     root, between_root = root / scale[:, None], between_root / scale[:, None]
-    return RowPosterior(rows * scale, between_root, 1.0, root, scale)
+    rows *= scale
+    return RowPosterior(rows, between_root, 1.0, root, scale)

@@ -9,8 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._algebra import covariance_factor, inverse_root, square_root
+from pfl_sklearn.linear_model._algebra import (
+    covariance_factor,
+    inverse_root,
+    row_slices,
+    square_root,
+)
 from pfl_sklearn.linear_model._mixed._client_posterior import client_modes, penalized_information
+from pfl_sklearn.linear_model._mixed._families import RowTerms
 from pfl_sklearn.linear_model._mixed._identifiability import varying_columns
 from pfl_sklearn.linear_model._mixed._laplace import damped_newton, shorten_steps, weighted_products
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
@@ -27,6 +33,7 @@ from pfl_sklearn.linear_model._mixed._marginal_maximum import (
     maximize,
     observed_root,
 )
+from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS
 from pfl_sklearn.linear_model._mixed._table import SharedStacks, varies_within_clients
 
 _MAX_POOLED_STEPS = 100  # separated data take about 30
@@ -71,7 +78,14 @@ def fit_pooled(columns, table, family, offset, precision, start):
     decrements = []
 
     def evaluate(points):
-        terms = family.terms(offset + columns @ points[0].T, table.y, w)
+        coefficients, a = points[0], len(points[0])
+        terms = RowTerms(*(np.empty((len(w), *shape)) for shape in ((), (a,), (a, a))))
+        # What it takes for all rows together would be as large as the table.
+        for part in row_slices(len(w), columns.shape[1], CACHED_CELLS):
+            predictors = offset[part] + columns[part] @ coefficients.T
+            found = family.terms(predictors, table.y[part], w[part])
+            for values, block in zip(terms, found, strict=True):
+                values[part] = block
         return np.array([terms.value.sum() - 0.5 * np.sum(precision * points[0] ** 2)]), terms
 
     def newton_step(points, terms):

@@ -54,6 +54,11 @@ class RegressionTable(NamedTuple):
         return np.ones(len(self.y)) if self.weights is None else self.weights
 
     @property
+    def total_weight(self):
+        """Sum of the weights; the number of rows where none were given."""
+        return float(len(self.y) if self.weights is None else self.weights.sum())
+
+    @property
     def sizes(self):
         """Rows (m,) of every client."""
         return row_counts(self.codes, self.n_clients)
@@ -81,15 +86,15 @@ class RegressionTable(NamedTuple):
 
     def constant(self, family):
         """Part of the log-likelihood of all rows that depends on no predictor."""
-        return float(self.row_weights @ family.constants(self.y))
+        constants = family.constants(self.y)
+        return float(constants.sum() if self.weights is None else self.weights @ constants)
 
     def predictor_spread(self, factor):
         """Standard deviation between clients of the predictors, under a factor (q, r)."""
-        # We take the root mean square over the rows.
-        # By second moments: predictors of all rows would be as large as the table.
-        weighted = self.random if self.weights is None else self.weights[:, None] * self.random
-        square = np.vdot(factor, (self.random.T @ weighted) @ factor) / self.row_weights.sum()
-        return float(np.sqrt(max(square, 0.0)))  # rounding may leave it below 0
+        # We take the root mean square over the rows, by blocks: all would be as large as the table.
+        blocks = self.centred_columns(np.arange(self.n_random), 0.0)
+        square = sum(float(np.sum((block @ factor) ** 2)) for block in blocks)
+        return float(np.sqrt(square / self.total_weight))
 
     def means(self):
         """Weighted means (p + 1,) of the columns and the labels, and the sum of the weights."""
@@ -175,12 +180,12 @@ def stack_rows(columns, y, weights, codes, n_clients, offset=None):
         ])  # fmt: skip
         clients = np.concatenate([batch.clients for batch in batches])
         x, responses = gather_rows(columns, at), y[at]  # -1 takes the last row, for a moment
-        w = np.ones(at.shape) if weights is None else weights[at]
+        w = np.broadcast_to(1.0, at.shape) if weights is None else weights[at]
         known = None if offset is None else offset[at]
         # Columns of zeros and a weight of 0 leave every sum as it is; every family takes a 1.
         absent = at < 0
         if absent.any():
-            x[absent], responses[absent], w[absent] = 0.0, 1, 0.0
+            x[absent], responses[absent], w = 0.0, 1, np.where(absent, 0.0, w)
         stacks.append(RowStack(clients, x, responses, w, known))
     return stacks
 

@@ -223,7 +223,7 @@ def million_rows():
     )
 
 
-wide(50, ">= 15x", ">= 6x")
+wide(50, ">= 15x", ">= 8x")
 wide(100, ">= 6x", "-")
 packages()
 three_groupings()

@@ -6,7 +6,13 @@ import numpy as np
 import polars as pl
 import pytest
 
-from pfl_sklearn import BernoulliMean, GaussianMean, PersonalizedLinearRegression, PoissonMean
+from pfl_sklearn import (
+    BernoulliMean,
+    GaussianMean,
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PoissonMean,
+)
 from pfl_sklearn.neural_network import AdaPeDClassifier, FedAvgClassifier
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.statistics import ClientStatistics
@@ -67,6 +73,20 @@ def test_memory_of_linear_models_is_as_stated(n_clients, n_rows, d, random, shap
     stated += 8 * (p + 1) * (p + 2) if n_rows > 2 * (p + 2) else 0
     work_space = 4e6  # blocks of rows, in the processor's cache
     assert 0.7 * stated * n_clients < peak < 1.1 * stated * n_clients + work_space
+
+
+@pytest.mark.slow
+def test_memory_of_classes_is_as_stated():
+    """The formula of the guide; rows of clients are not together, which takes the most."""
+    rng = np.random.default_rng(0)
+    groups, d = rng.permutation(np.repeat(np.arange(100_000), 10)), 3
+    X = rng.normal(size=(len(groups), d))
+    odds = X[:, 0] + rng.normal(size=100_000)[groups]
+    y = (rng.random(len(groups)) < 1 / (1 + np.exp(-odds))).astype(int)
+    model = PersonalizedLogisticRegression(random="intercept")
+    peak = peak_bytes(lambda: model.fit(X, y, groups=groups))
+    stated = (60 + 35 * (d + 1)) * len(groups)
+    assert 0.7 * stated < peak < stated + 80e6
 
 
 @pytest.mark.parametrize(("n_rows", "d"), [(10, 3), *slow([(3, 8), (3, 40)])])

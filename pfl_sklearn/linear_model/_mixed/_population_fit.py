@@ -74,14 +74,15 @@ def fit_pooled(columns, table, family, offset, precision, start):
     some direction, by which we recognize them.
     """
     w = table.row_weights
+    # What a step takes for all rows together would be as large as the table.
+    parts = row_slices(len(w), columns.shape[1], CACHED_CELLS)
     ends: list = []  # information at the first and the last step, and a root of its inverse
     decrements = []
 
     def evaluate(points):
         coefficients, a = points[0], len(points[0])
         terms = RowTerms(*(np.empty((len(w), *shape)) for shape in ((), (a,), (a, a))))
-        # What it takes for all rows together would be as large as the table.
-        for part in row_slices(len(w), columns.shape[1], CACHED_CELLS):
+        for part in parts:
             predictors = offset[part] + columns[part] @ coefficients.T
             found = family.terms(predictors, table.y[part], w[part])
             for values, block in zip(terms, found, strict=True):
@@ -90,9 +91,10 @@ def fit_pooled(columns, table, family, offset, precision, start):
 
     def newton_step(points, terms):
         (values,) = points
-        normal = weighted_products(columns[None], terms.curvature[None])
-        normal = normal.reshape(values.size, values.size)
-        normal = normal + np.diag(np.tile(precision, len(values)))
+        normal = np.diag(np.tile(precision, len(values)))
+        for part in parts:
+            products = weighted_products(columns[None, part], terms.curvature[None, part])
+            normal += products.reshape(normal.shape)
         root, _ = inverse_root(normal)
         ends[1:] = [(normal, root)]
         slope = root.T @ (terms.score.T @ columns - precision * values).ravel()
@@ -185,6 +187,7 @@ def find_population(table, shared, family, prior, mean, covariance, options):
     spread = _factor_precision(table, WEAK_SD) if unmixed else np.zeros(q)
     weak = WeakPriors(pooled.precision, spread, separated=pooled.separated)
     start = start._replace(states=modes.states)
+    del modes  # its rows are as many as those of the table
     search = PopulationSearch(table, shared, options, start, root, weak, shape, scale)
     maximum = search.at_least_limit(search.maximum())
     if covariance is None and not unmixed:

@@ -71,12 +71,12 @@ class RowPosterior(NamedTuple):
 
     def _summed_covariances(self, x, codes, with_error):
         n, a, p = x.shape
-        (x, squares), result = scale_to_unit(x * self.scale), np.empty((n, a, a))
-        k = self.rows.shape[1]
+        result, k = np.empty((n, a, a)), self.rows.shape[1]
         for part in row_slices(n, max(k * p, a * (a + k + p)), _WHITENED_CELLS):
             rows = self.whitened(codes[part])
+            scaled, squares = scale_to_unit(x[part] * self.scale)
             # One product with all rows, and not one for each.
-            effects = x[part].reshape(-1, p) @ self.ratio_root
+            effects = scaled.reshape(-1, p) @ self.ratio_root
             pulled = (effects @ self.ratio_root.T).reshape(-1, a, p) @ rows.transpose(0, 2, 1)
             effects = effects.reshape(len(rows), a, -1)
             prior = effects @ effects.transpose(0, 2, 1)
@@ -85,9 +85,10 @@ class RowPosterior(NamedTuple):
             # The difference of two variances may be rounded below 0.
             np.maximum(variances, 0.0, out=variances)
             if with_error:
-                error = (x[part] - pulled @ rows) @ self.error_root
+                error = (scaled - pulled @ rows) @ self.error_root
                 result[part] += error @ error.transpose(0, 2, 1)
-        return result * squares
+            result[part] *= squares
+        return result
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""

@@ -46,8 +46,9 @@ def test_a_part_of_the_other_panels_gives_the_stored_figures(regenerate, name):
     _check_part(regenerate.panels()[name].again(), regenerate.stored()[name])
 
 
-def test_a_part_of_the_panel_of_digits_gives_the_stored_figures(regenerate, data_home):
-    _check_part(regenerate.panels()["b_digits"].again(), regenerate.stored()["b_digits"])
+@pytest.mark.parametrize("name", ["b_digits", pytest.param("b_digit_nets", marks=pytest.mark.slow)])
+def test_a_part_of_a_panel_of_digits_gives_the_stored_figures(regenerate, data_home, name):
+    _check_part(regenerate.panels()[name].again(), regenerate.stored()[name])
 
 
 def _check_part(part, whole):

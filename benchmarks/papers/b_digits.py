@@ -156,6 +156,11 @@ def draw_of(axes, found, sigmas, shown, alphas):
     tradeoff.plot(epsilons, found["default"][1:], "s:", ms=3, color="0.5", label="by default")
     tradeoff.set(xscale="log", xlabel="epsilon, counted as in the paper", ylim=(0, 1))
     tradeoff.set_title("at the end")
+    if max(epsilons) < 100 * min(epsilons):  # with one or two powers of 10, labels would overlap
+        ends = tradeoff.get_xlim()
+        tradeoff.set_xticks([0.3, 1, 3, 10], ["0.3", "1", "3", "10"])
+        tradeoff.xaxis.set_minor_formatter("")
+        tradeoff.set_xlim(ends)
     tradeoff.legend(frameon=False, fontsize="small")
 
 

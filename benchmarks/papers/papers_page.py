@@ -37,8 +37,8 @@ theirs as they are printed, as the printed algorithms give them here, and as the
 
 Not everything can be regenerated. The tables of paper A on images stand in the :doc:`comparison on
 images <comparison>`, with subsets of FEMNIST and CIFAR-10. There are no figures for CIFAR-100 and
-Stack Overflow (B, 1b and the left of 2), whose data are missing here, and B's Figures 1c and 2 have
-digits of other writers than the paper. Its Figure 1d is not computed.
+Stack Overflow (B, 1b and the left of 2), whose data are missing here, and B's Figures 1c, 1d and 2
+have digits of other writers than the paper.
 """
 ERRATA = """
 Errata

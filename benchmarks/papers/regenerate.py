@@ -25,7 +25,7 @@ RESULTS, DOCS = HERE / "results", HERE.parent.parent / "docs"
 CHEAP = 0.5  # minutes
 PANELS = (
     *("a_private_means", "a_elections", "a_proportions", "a_linear_regression", "a_adamix"),
-    *("b_synthetic", "b_digits", "c_agents", "c_oracle"),
+    *("b_synthetic", "b_digits", "b_digit_nets", "c_agents", "c_oracle"),
 )
 
 

@@ -57,7 +57,7 @@ docs: $(VENV)/.docs.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
-# Figures of the papers beside those printed: docs/papers.rst. All of them, a quarter of an hour:
+# Figures of the papers beside those printed: docs/papers.rst. All of them, two hours on one core:
 # python benchmarks/papers/regenerate.py --all
 papers: $(VENV)/.test.stamp
 	$(BIN)/python benchmarks/papers/regenerate.py

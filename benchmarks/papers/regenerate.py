@@ -4,7 +4,7 @@ Every panel is a module of this folder, and its figures are a file of the folder
 panels are computed anew; the others only where the file is missing or --all is given.
 
     python benchmarks/papers/regenerate.py             # make papers: some seconds, and the page
-    python benchmarks/papers/regenerate.py --all       # a quarter of an hour on one core
+    python benchmarks/papers/regenerate.py --all       # two hours on one core, most for nets
     python benchmarks/papers/regenerate.py --only c_oracle
 """
 

@@ -13,7 +13,7 @@ from pfl_sklearn.neural_network import PPSGDNetClassifier
 STEPS = (0.2, 0.5, 1.0, 2.0, 5.0)  # of the printed ones the larger, as smaller ones stay at chance
 ALPHA_Q = (0, 0.1, 1, math.inf)
 SIGMA = (0, 1, 3, 10)
-CLIP_NORM, SIDE, UNITS = 0.1, 28, 64
+CLIP_NORM, LARGER_CLIP_NORM, SIDE, UNITS = 0.1, 1.0, 28, 64
 
 
 class Net(nn.Sequential):
@@ -59,7 +59,10 @@ def compute():
     found = search(table, as_printed, STEPS, SIGMA, ALPHA_Q)
     # A clip norm has no default: a step size of the grid and its bound.
     model = PPSGDNetClassifier(recipe(STEPS[0]), clip_norm=CLIP_NORM * STEPS[0])
-    return {**found, "default": by_default(table, found["epsilon, poisson"], model)}
+    epsilons = found["epsilon, poisson"]
+    own = {"default": by_default(table, epsilons, model)}
+    model.set_params(clip_norm=LARGER_CLIP_NORM)
+    return {**found, **own, "larger clip norm": by_default(table, epsilons[1:2], model)}
 
 
 def again():
@@ -76,6 +79,7 @@ def why(found):
     best = ends["best share of both"]
     error = math.sqrt(0.25 / found["test rows"])  # the largest standard error of an accuracy
     ahead = np.subtract(ends["global"], best)
+    assert found["larger clip norm"][0] > max(ends["global"][1], best[1])
     assert (ahead[:2] > 2 * error).all() and abs(ahead[2]) < error and ahead[3] < -2 * error
     return (
         "Both halves hold here, too: a large alpha is best without privacy "
@@ -86,7 +90,9 @@ def why(found):
         "clip norm in the text bounds a gradient; times the step size it bounds what a client "
         "changes in a round. By default (all clients in 100 rounds, ten steps in each, here of "
         "size .2) this bound leaves the net near its start "
-        f"({min(found['default']):.2f} to {max(found['default']):.2f}), and should be larger."
+        f"({min(found['default']):.2f} to {max(found['default']):.2f}). With a clip norm of "
+        f"{LARGER_CLIP_NORM:g} it has {found['larger clip norm'][0]:.2f} at an epsilon of "
+        f"{found['epsilon, poisson'][1]:.1f}, more than any that is tuned as printed."
     )
 
 

@@ -91,8 +91,9 @@ def why(found):
         "changes in a round. By default (all clients in 100 rounds, ten steps in each, here of "
         "size .2) this bound leaves the net near its start "
         f"({min(found['default']):.2f} to {max(found['default']):.2f}). With a clip norm of "
-        f"{LARGER_CLIP_NORM:g} it has {found['larger clip norm'][0]:.2f} at an epsilon of "
-        f"{found['epsilon, poisson'][1]:.1f}, more than any that is tuned as printed."
+        f"{LARGER_CLIP_NORM:g} and an epsilon of {found['epsilon, poisson'][1]:.1f} it has "
+        f"{found['larger clip norm'][0]:.2f}, where the best tuned as printed has "
+        f"{ends['global'][1]:.2f}."
     )
 
 

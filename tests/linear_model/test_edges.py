@@ -76,6 +76,13 @@ def test_sparse_deviations_of_large_targets():
     assert np.isfinite(model.fit(X, outlier, groups=GROUPS).coef_).all()
 
 
+def test_several_variances_of_large_targets():
+    """Curvatures are in single precision, whose range ends at 3e38."""
+    model = PersonalizedLinearRegression(GaussianPrior(covariance_type="diag"), random="all")
+    plain, huge = (clone(model).fit(X, unit * Y, groups=GROUPS) for unit in (1.0, 1e100))
+    np.testing.assert_allclose(huge.coef_ / 1e100, plain.coef_, rtol=1e-6)
+
+
 def test_the_smallest_values_that_can_be_squared():
     model = PersonalizedLinearRegression(random="intercept")
     plain, tiny = (clone(model).fit(X, unit * Y, groups=GROUPS) for unit in (1.0, 1e-140))

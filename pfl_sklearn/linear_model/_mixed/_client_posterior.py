@@ -56,13 +56,13 @@ def client_modes(table, stacks, maximum):
     a = family.n_outputs
     deviations = np.empty((table.n_clients, a, table.n_random))
     # Clients with fewer rows get rows of zeros, which say nothing.
-    longest = max(_n_whitened(stack.x.shape[1], p, factor.shape[1], family) for stack in stacks)
+    longest = max(n_whitened(stack.x.shape[1], p, factor.shape[1], family) for stack in stacks)
     rows = np.zeros((table.n_clients, longest, a * p))
     at = {"population": maximum.population, "factor": factor}
     function = partial(_stack_modes, family=family, **at, deviations=deviations, rows=rows)
     # The states of the search are at the modes or near them; without a search we start at zero.
     states = maximum.states or [None] * len(stacks)
-    # Here, as workers would have to send back as much as the rows are.
+    # In this process, as workers would have to send back as much as the rows are.
     results = map_batches(function, zip(stacks, states, strict=True), 1)
     values, converged, states = zip(*results, strict=True)
     value = float(sum(values)) + table.constant(family)
@@ -81,7 +81,7 @@ def _stack_modes(stack, state, *, family, population, factor, deviations, rows):
     return value, bool(mode.converged.all()), mode.state
 
 
-def _n_whitened(n, p, r, family):
+def n_whitened(n, p, r, family):
     """Whitened rows that are left of n rows of p columns, with r effects."""
     c, a = family.coding.shape
     return n if r * a == 1 and n <= _ROWS_PER_COLUMN * p else min(n * c, p * a)

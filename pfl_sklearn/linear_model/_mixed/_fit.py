@@ -204,7 +204,8 @@ def _fit_single(table, prior, family, options):
 def _original_estimates(prior, frame, maximum, modes, effects, errors, weak):
     """MixedModelEstimates in the coding of the classes, for the columns before centring.
 
-    `errors` are the information on the free coefficients, and a root of their covariance.
+    `errors` are the information on the free coefficients, and a root of their covariance. The rows
+    of `modes` become those of the posterior, so that there is no copy of all rows.
     """
     coding, intercept, centre = maximum.family.coding, frame.intercept, frame.centre
     (m, a, q), p = modes.deviations.shape, len(centre)
@@ -216,7 +217,6 @@ def _original_estimates(prior, frame, maximum, modes, effects, errors, weak):
     covariance = factor @ factor.T
     coefficients = np.tile(population, (m, 1, 1))
     coefficients[:, :, :q] += coding @ deviations
-    # In place: a copy would be one of all rows.
     rows = modes.rows.reshape(*modes.rows.shape[:2], a, p)
     for k in np.flatnonzero(centre):
         rows[..., k] += centre[k] * rows[..., intercept]
@@ -244,7 +244,10 @@ def _original_estimates(prior, frame, maximum, modes, effects, errors, weak):
 
 
 def _scaled_posterior(rows, between_root, root):
-    """Posterior of the clients, with all columns scaled to the population's standard errors."""
+    """Posterior of the clients, with all columns scaled to the population's standard errors.
+
+    It keeps the rows, which are scaled in place.
+    """
     scale = np.linalg.norm(root, axis=1)
     # A known coefficient has no standard error, so no scale.
     scale = scale if (scale > 0).all() else np.ones(len(scale))

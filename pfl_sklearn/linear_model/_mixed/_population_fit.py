@@ -74,7 +74,7 @@ def fit_pooled(columns, table, family, offset, precision, start):
     some direction, by which we recognize them.
     """
     w = table.row_weights
-    # What a step takes for all rows together would be as large as the table.
+    # Products of all rows at once would take as much memory as the table.
     parts = row_slices(len(w), columns.shape[1], CACHED_CELLS)
     ends: list = []  # information at the first and the last step, and a root of its inverse
     decrements = []

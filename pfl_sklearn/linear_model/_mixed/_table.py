@@ -51,12 +51,8 @@ class RegressionTable(NamedTuple):
     @property
     def row_weights(self):
         """Weights (n,), 1 where none were given."""
-        return np.ones(len(self.y)) if self.weights is None else self.weights
-
-    @property
-    def total_weight(self):
-        """Sum of the weights; the number of rows where none were given."""
-        return float(len(self.y) if self.weights is None else self.weights.sum())
+        # Ones that take no memory, and that nothing can change.
+        return np.broadcast_to(1.0, len(self.y)) if self.weights is None else self.weights
 
     @property
     def sizes(self):
@@ -86,15 +82,15 @@ class RegressionTable(NamedTuple):
 
     def constant(self, family):
         """Part of the log-likelihood of all rows that depends on no predictor."""
-        constants = family.constants(self.y)
-        return float(constants.sum() if self.weights is None else self.weights @ constants)
+        return float(self.row_weights @ family.constants(self.y))
 
     def predictor_spread(self, factor):
         """Standard deviation between clients of the predictors, under a factor (q, r)."""
-        # We take the root mean square over the rows, by blocks: all would be as large as the table.
-        blocks = self.centred_columns(np.arange(self.n_random), 0.0)
-        square = sum(float(np.sum((block @ factor) ** 2)) for block in blocks)
-        return float(np.sqrt(square / self.total_weight))
+        # The root mean square over the rows; of all at once it would take as much as the table.
+        weights, square = self.row_weights, 0.0
+        for rows in row_slices(len(self.y), self.n_random, CACHED_CELLS):
+            square += weights[rows] @ np.sum((self.random[rows] @ factor) ** 2, axis=1)
+        return float(np.sqrt(square / weights.sum()))
 
     def means(self):
         """Weighted means (p + 1,) of the columns and the labels, and the sum of the weights."""

@@ -8,7 +8,7 @@ from scipy.special import log_softmax
 
 from pfl_sklearn.linear_model._algebra import _eliminate, invert_lower
 from pfl_sklearn.linear_model._mixed import _laplace as laplace, _table
-from pfl_sklearn.linear_model._mixed._client_posterior import whitened_rows
+from pfl_sklearn.linear_model._mixed._client_posterior import n_whitened, whitened_rows
 from pfl_sklearn.linear_model._mixed._families import class_family, helmert_contrasts
 from pfl_sklearn.linear_model._mixed._laplace import (
     Dual,
@@ -177,6 +177,8 @@ def test_whitened_rows_carry_the_information(n_classes, q, largest, seed):
         u = stack.x @ population.T
         form = choose_mode_system(stack.x, factor)
         rows, log_det = whitened_rows(form, outcome.curvature_roots(u, stack.y, stack.w), stack.x)
+        _, n, p = stack.x.shape
+        assert rows.shape[1] == n_whitened(n, p, form.features.shape[2], outcome)
         weight = outcome.terms(u, stack.y, stack.w).curvature
         expected = 0.0
         for x, z, w, t in zip(stack.x, form.features, weight, rows, strict=True):

@@ -151,7 +151,7 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None):
 
 def flat_rows(rows):
     """Rows (b k, p + 1) of all clients of a stack, one below the other."""
-    return rows.reshape(-1, rows.shape[2])
+    return rows.reshape(len(rows) * rows.shape[1], rows.shape[2])
 
 
 def _scales(table, common):
@@ -214,7 +214,7 @@ def whiten(reduced, factor, reuse=None):
         diagonals = np.empty(stack.rows.shape[:2])
         for part in row_slices(len(rows), rows[:1].size, _WHITENED_BLOCK):
             random = stack.rows[part, :, : reduced.n_random]
-            if factor.ndim == 1:
+            if factor.ndim == 1:  # two arrays: for a product of one with itself BLAS takes longer
                 covariance = (random * factor**2) @ random.transpose(0, 2, 1)
             else:
                 scaled = random @ factor
@@ -352,7 +352,7 @@ class ProfiledLikelihood(NamedTuple):
     def slope_matrix(self, point):
         """Derivative (q, q) of the criterion in P."""
         slope = np.zeros_like(point.ratio)
-        for _, random, projected, pulled in self._slope_parts(point):
+        for random, _, projected, pulled in self._slope_parts(point):
             slope += flat_rows(random).T @ flat_rows(projected) - pulled.T @ pulled / point.noise
         return slope
 
@@ -362,21 +362,19 @@ class ProfiledLikelihood(NamedTuple):
         # derivatives are the products of the vectors z_k h_k less their projections on the
         # population's columns, and on the residual if the noise is unknown: large products for all
         # clients at once.
-        q = self.reduced.n_random
+        q, length = self.reduced.n_random, np.sqrt(point.square / self.reduced.n_rows)
         slope, explained, expected = np.zeros(q), np.zeros(q), np.zeros(q)
-        free, length = point.root[self.first :], np.sqrt(point.square / self.reduced.n_rows)
-        average, across = np.zeros((q, q)), np.zeros((len(free), q))
-        for rows, random, projected, pulled in self._slope_parts(point):
+        average, across = np.zeros((q, q)), np.zeros((point.root.shape[1], q))
+        for random, leverage, projected, pulled in self._slope_parts(point):
             slope += np.einsum("bkq,bkq->q", random, projected)
             explained += np.einsum("bq,bq->q", pulled, pulled) / point.noise
             # Single precision: curvatures are for the length of a step, not for where steps end.
-            rows, pulled = (part.astype(np.float32) for part in (rows, pulled / length))
-            random = rows[:, :, :q]
+            singles = (part.astype(np.float32) for part in (random, leverage, pulled / length))
+            random, leverage, pulled = singles
             expected += np.sum(np.einsum("bkq,bkq->bq", random, random) ** 2, axis=0)
             products = flat_rows(random * pulled[:, None, :])
             average += products.T @ products
-            across += flat_rows(rows)[:, self.first : -1].T @ products
-        across = free.T @ across
+            across += flat_rows(leverage).T @ products
         average = (average - across.T @ across) * (length**2 / point.noise)
         if self.noise is None:
             average -= np.multiply.outer(explained, explained) / max(point.n_free, 1)
@@ -384,22 +382,22 @@ class ProfiledLikelihood(NamedTuple):
         return Curvature(slope - explained, average, expected)
 
     def _slope_parts(self, point):
-        """Rows (b, k, p + 1) of some clients, their random columns z (b, k, q), and two products.
+        """Random columns z (b, k, q) of some clients, leverages l (b, k, r), and two products.
 
-        These are z without the part that the population explains, and z' r (b, q) with the
-        residuals r.
+        Products of the leverages are the part of the rows that the population explains. The two are
+        z without that part if it is restricted likelihood, and z' r (b, q) with the residuals r.
         """
         q, first = self.reduced.n_random, self.first
         for stack, residual in zip(point.whitened.rows, point.residuals, strict=True):
             for part in row_slices(len(stack), stack[:1].size, _WHITENED_BLOCK):
                 rows, random = stack[part], stack[part, :, :q]
+                leverage = flat_rows(rows)[:, first:-1] @ point.root[first:]
+                leverage = leverage.reshape(*rows.shape[:2], -1)
                 pulled, projected = (residual[part, None, :] @ random)[:, 0], random
                 if self.restricted:
-                    leverage = flat_rows(rows)[:, first:-1] @ point.root[first:]
-                    leverage = leverage.reshape(*rows.shape[:2], -1)
                     projected = leverage @ leverage.transpose(0, 2, 1) @ random
                     np.subtract(random, projected, out=projected)
-                yield rows, random, projected, pulled
+                yield random, leverage, projected, pulled
 
 
 def _leverages(rows, root):

@@ -173,14 +173,16 @@ def test_average_information_is_that_of_dense_matrices(seed, random, restricted,
     if free_noise:
         shared = shifted.T @ target
         expected -= np.outer(shared, shared) / (problem.target @ target)
-    single = 1e-5  # curvatures are in single precision
-    np.testing.assert_allclose(result.average, expected, atol=single * (1 + np.abs(expected).max()))
+    tolerance = 1e-5  # curvatures are in single precision
+    np.testing.assert_allclose(
+        result.average, expected, atol=tolerance * (1 + np.abs(expected).max())
+    )
     lengths = [
         np.diag(columns[members].T @ dense.inverse[np.ix_(members, members)] @ columns[members])
         for members in (problem.codes == k for k in range(reduced.n_clients))
     ]
     squares = noise**2 * np.sum(np.square(lengths), axis=0)
-    np.testing.assert_allclose(result.expected, squares, rtol=single)
+    np.testing.assert_allclose(result.expected, squares, rtol=tolerance)
 
 
 @settings(max_examples=10, deadline=None)

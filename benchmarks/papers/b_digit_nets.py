@@ -82,6 +82,8 @@ def why(found):
     error = math.sqrt(0.25 / found["test rows"])  # the largest standard error of an accuracy
     ahead = np.subtract(ends["global"], best)
     assert found["larger clip norm"][0] > max(ends["global"][1], best[1])
+    halfway = [found[key(SIGMA[-1], a)][-2] for a in ALPHA_Q[1:]]
+    assert abs(halfway[-1] - max(halfway[:-1])) < error
     assert (ahead[:2] > 2 * error).all() and abs(ahead[2]) < error and ahead[3] < -2 * error
     return (
         "The paper says that a small alpha helps under strong privacy, and a large one under weak. "
@@ -109,8 +111,8 @@ PANEL = Panel(
     "b_digit_nets",
     "B",
     "Digits by writer, convolutions with additive heads (Figures 1d and 2)",
-    "As for linear models, but with the cross-entropy of all classes and a clip norm of .1. The net "
-    "of four layers is not described; here it has convolutions of 8 and 16 filters of 5 x 5, 64 "
+    "As for linear models, but with the cross-entropy of all classes and a clip norm of .1. The "
+    "net of four layers is not described; here it has convolutions of 8 and 16 filters of 5 x 5, 64 "
     "units and the head. Of the printed grids we try five step sizes from .2 to 5 and alpha Q of "
     "0, .1, 1 and infinity.",
     compute,

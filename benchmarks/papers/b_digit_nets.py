@@ -112,9 +112,9 @@ PANEL = Panel(
     "B",
     "Digits by writer, convolutions with additive heads (Figures 1d and 2)",
     "As for linear models, but with the cross-entropy of all classes and a clip norm of .1. The "
-    "net of four layers is not described; here it has convolutions of 8 and 16 filters of 5 x 5, 64 "
-    "units and the head. Of the printed grids we try five step sizes from .2 to 5 and alpha Q of "
-    "0, .1, 1 and infinity.",
+    "net of four layers is not described; here it has convolutions of 8 and 16 filters of 5 x 5, "
+    "64 units and the head. Of the printed grids we try five step sizes from .2 to 5 and alpha Q "
+    "of 0, .1, 1 and infinity.",
     compute,
     rows,
     why,

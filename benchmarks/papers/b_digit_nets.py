@@ -10,7 +10,7 @@ from torch import nn
 
 from pfl_sklearn.neural_network import PPSGDNetClassifier
 
-STEPS = (0.2, 0.5, 1.0, 2.0, 5.0)  # of the printed ones the larger, as smaller ones stay at chance
+STEPS = (0.2, 0.5, 1.0, 2.0, 5.0)  # the five largest of the seven printed ones
 ALPHA_Q = (0, 0.1, 1, math.inf)
 SIGMA = (0, 1, 3, 10)
 CLIP_NORM, LARGER_CLIP_NORM, SIDE, UNITS = 0.1, 1.0, 28, 64

@@ -21,9 +21,10 @@ from tests.helpers.slow import slow
 N_CLIENTS = 40_000
 
 
-def peak_bytes(function):
-    """Largest memory allocated during the call beyond what there was before."""
-    function()
+def peak_bytes(function, warm=True):
+    """Largest memory allocated during the call, after one that is not counted if `warm`."""
+    if warm:
+        function()
     tracemalloc.start()
     try:
         function()
@@ -84,7 +85,8 @@ def test_memory_of_classes_is_as_stated():
     odds = X[:, 0] + rng.normal(size=200_000)[groups]
     y = (rng.random(len(groups)) < 1 / (1 + np.exp(-odds))).astype(int)
     model = PersonalizedLogisticRegression(random="intercept")
-    peak = peak_bytes(lambda: model.fit(X, y, groups=groups))
+    # Against 440 MB what is loaded and cached once does not count.
+    peak = peak_bytes(lambda: model.fit(X, y, groups=groups), warm=False)
     stated = (45 + 35 * (d + 1)) * len(groups) + 150 * 200_000
     assert 0.7 * stated < peak < stated + 40e6
 
